@@ -1,0 +1,24 @@
+// A table of contents: every operation by name.
+#include "bindings/ops.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+namespace magi {
+
+namespace {
+
+constexpr std::array kOperations = {
+    std::pair<const char*, Operation>{"tighten", op_tighten},
+};
+
+}  // namespace
+
+Operation find_operation(const std::string& name) {
+    for (const auto& [known, operation] : kOperations)
+        if (name == known) return operation;
+    throw InputError("unknown operation '" + name + "'");
+}
+
+}  // namespace magi

@@ -1,0 +1,18 @@
+// The table of operations that Python can run by name.
+#pragma once
+
+#include <string>
+
+#include "base/arrays.h"
+
+namespace magi {
+
+using Operation = void (*)(const Arrays& inputs, Arrays& outputs);
+
+// Throws InputError when the name is unknown.
+Operation find_operation(const std::string& name);
+
+// Each topic marshals its own operations.
+void op_tighten(const Arrays& inputs, Arrays& outputs);
+
+}  // namespace magi

@@ -1,0 +1,1 @@
+"""Exact attention for training on very long and irregular sequences, over many GPUs."""

@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::array kOperations = {
     std::pair<const char*, Operation>{"tighten", op_tighten},
+    std::pair<const char*, Operation>{"work_list", op_work_list},
 };
 
 }  // namespace

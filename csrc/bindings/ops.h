@@ -14,5 +14,6 @@ Operation find_operation(const std::string& name);
 
 // Each topic marshals its own operations.
 void op_tighten(const Arrays& inputs, Arrays& outputs);
+void op_work_list(const Arrays& inputs, Arrays& outputs);
 
 }  // namespace magi

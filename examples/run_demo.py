@@ -1,0 +1,76 @@
+"""Trains a small Llama-style model on real text with context parallelism, checks it against one rank, draws what happened.
+
+    python examples/run_demo.py [--data DIR] [--ranks 4] [--steps 8] [--out demo_out]
+
+Runs on CPU over gloo, on GPUs over NCCL when they are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from examples.demo import parity, pictures  # noqa: E402
+from examples.demo.data import default_folder, packs  # noqa: E402
+from examples.demo.model import ModelConfig  # noqa: E402
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=default_folder(), help="folder of text files (default: %(default)s)")
+    num_gpus = torch.cuda.device_count()
+    parser.add_argument("--ranks", type=int, default=num_gpus if num_gpus > 1 else 4 if num_gpus == 0 else 1)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=16_384, help="tokens per packed sequence")
+    parser.add_argument("--window", type=int, default=1_024, help="keys a row sees in the sliding-window layers")
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for records and pictures")
+    args = parser.parse_args()
+    for name in ("ranks", "steps", "seq_len", "window"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if num_gpus and args.ranks > num_gpus:
+        parser.error(f"--ranks {args.ranks}: this machine has {num_gpus} GPUs and each rank takes one")
+    return args
+
+
+def train(args: argparse.Namespace, num_ranks: int, record: Path) -> None:
+    """One torchrun of the training loop; ends the demo when it fails."""
+    threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m", "examples.demo.train"]
+    command += ["--data", str(args.data.resolve()), "--steps", str(args.steps), "--seq-len", str(args.seq_len)]
+    command += ["--window", str(args.window), "--threads", str(threads), "--record", str(record.resolve())]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    finished = subprocess.run(command, cwd=REPO, env=environment, check=False)
+    if finished.returncode:
+        raise SystemExit(f"training on {num_ranks} ranks ended with exit code {finished.returncode}; its messages are above")
+
+
+def main() -> None:
+    args = parse_args()
+    start = time.perf_counter()
+    first = packs(args.data, 1, args.seq_len)[0]
+    lengths = [end - begin for begin, end in zip(first.cu_seqlens, first.cu_seqlens[1:], strict=False)]
+    device = f"{args.ranks} GPUs over NCCL" if torch.cuda.is_available() else f"{args.ranks} CPU ranks over gloo"
+    print(f"text: {args.data}; first sequence: {len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens; {device}")
+    many, one = args.out / "many_ranks", args.out / "one_rank"
+    train(args, args.ranks, many)
+    train(args, 1, one)
+    bound = parity.BF16_BOUND if torch.cuda.is_available() else parity.FP32_BOUND
+    is_ok = parity.report(many, one, bound)
+    for path in pictures.draw_all(first, ModelConfig(), args.ranks, args.window, (many, one), args.out):
+        print(f"picture {path}")
+    print(f"demo finished in {time.perf_counter() - start:.0f} s")
+    raise SystemExit(0 if is_ok else 1)
+
+
+if __name__ == "__main__":
+    main()

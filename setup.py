@@ -46,9 +46,10 @@ class BuildSolver(build_ext):
             try:
                 self.compiler.compile([str(probe)], output_dir=folder, extra_postargs=["-std=c++20"])
             except Exception as error:  # a missing program and a refused flag raise different types in each setuptools
+                found = error if isinstance(error, OSError) else "the one found cannot compile the probe, see above"
                 raise SystemExit(
                     "magi-attention needs a C++20 compiler to build its planner: install g++ 11 or newer "
-                    f"(Debian/Ubuntu: apt-get install g++) or set CXX to one, then install again [{error}]"
+                    f"(Debian/Ubuntu: apt-get install g++) or set CXX to one, then install again [{found}]"
                 ) from None
 
     def _compile_files_side_by_side(self) -> None:

@@ -1,0 +1,80 @@
+# One command per job; `make` alone lists them. Everything runs in .venv of this folder, which is made on first use.
+#   make test PYTHON=python3.12        another interpreter
+#   make test TORCH=torch==2.11.0      another torch (ci/torch_args.py says from where)
+#   make demo ARGS="--data ~/books"    arguments of the demo, or of pytest
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+CXX_SOURCES := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp)
+BUILD_INPUTS := pyproject.toml setup.py $(CXX_SOURCES)
+CLEAN_DIR := build/wheel-check
+
+.PHONY: help demo test lint format types cpp-test rules docs figures wheel wheel-check clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+# torch first and apart, so that the machine's kind of torch is chosen before pip resolves the package.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --upgrade "pip>=23"
+	$(PY) -m pip install --progress-bar off $$($(PY) ci/torch_args.py "$(TORCH)")
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.torch $(BUILD_INPUTS)
+	$(PY) -m pip install -q -e ".[$*]"
+	@touch $@
+
+demo: $(VENV)/.installed-demo ## train a small model on real text over 4 ranks, check it, draw pictures
+	$(PY) examples/run_demo.py $(ARGS)
+
+test: $(VENV)/.installed-test ## the whole CPU test suite
+	$(PY) -m pytest $(ARGS)
+
+rules: $(VENV)/.installed-test ## import directions, file budgets, documentation
+	$(PY) -m pytest tests/rules -q
+
+lint: $(VENV)/.installed-lint ## ruff and clang-format, changes nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/*.cpp' 'tests/*.h')
+
+format: $(VENV)/.installed-lint ## let ruff and clang-format rewrite the files
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/*.cpp' 'tests/*.h')
+
+types: $(VENV)/.installed-lint ## mypy, strict
+	$(PY) -m mypy
+
+cpp-test: ## C++ tests of the solver (cmake and g++)
+	cmake -S csrc -B build/cpp -DCMAKE_BUILD_TYPE=Release
+	cmake --build build/cpp -j 2
+	ctest --test-dir build/cpp --output-on-failure
+
+docs: $(VENV)/.installed-docs ## build the documentation into site/
+	$(PY) -m mkdocs build --strict
+
+figures: $(VENV)/.installed-docs ## redraw the pictures of docs/
+	$(PY) docs/make_figures.py
+
+wheel: $(VENV)/.installed-test ## a wheel into dist/
+	$(PY) -m pip wheel -q --no-deps -w dist .
+
+# Nothing of this folder may be needed: the wheel goes to a venv of its own and runs from there.
+wheel-check: $(VENV)/.torch ## wheel, clean venv, import, self-test from another folder
+	rm -rf $(CLEAN_DIR) && mkdir -p $(CLEAN_DIR)/run
+	$(PY) -m pip wheel -q --no-deps -w $(CLEAN_DIR)/dist .
+	$(PYTHON) -m venv $(CLEAN_DIR)/venv
+	$(CLEAN_DIR)/venv/bin/python -m pip install -q $$($(PY) ci/torch_args.py "$(TORCH)")
+	$(CLEAN_DIR)/venv/bin/python -m pip install -q $(CLEAN_DIR)/dist/*.whl
+	cd $(CLEAN_DIR)/run && ../venv/bin/python -c "import magi_attention; print('imported', magi_attention.__version__, 'from', magi_attention.__path__[0])"
+	cd $(CLEAN_DIR)/run && ../venv/bin/python -m magi_attention.doctor
+	cd $(CLEAN_DIR)/run && ../venv/bin/python -m magi_attention.selftest --ranks 2
+
+clean: ## remove what the commands above made
+	rm -rf $(VENV) build dist site demo_out *.egg-info magi_attention/_solver*.so magi_attention/_version.py
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""Fixtures every test may use."""
+
+from magi_attention.testing.pytest_ranks import rank_pool
+
+__all__ = ["rank_pool"]

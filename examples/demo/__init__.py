@@ -1,1 +1,1 @@
-"""Long-context training demo: documents of a folder, packed, context parallel. Started by examples/run_demo.py."""
+"""Long-context training demo: documents of a folder, packed, context parallel. Started by examples/05_train_long_context.py."""

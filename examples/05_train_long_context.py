@@ -1,6 +1,6 @@
 """Trains a small Llama-style model on real text with context parallelism, checks it against one rank, draws what happened.
 
-    python examples/run_demo.py [--data DIR] [--ranks 4] [--steps 8] [--out demo_out]
+    python examples/05_train_long_context.py [--data DIR] [--ranks 4] [--steps 8] [--out demo_out]
 
 Runs on CPU over gloo, on GPUs over NCCL when they are there.
 """

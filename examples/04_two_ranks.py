@@ -5,6 +5,8 @@ torchrun --nproc-per-node 2 examples/04_two_ranks.py
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 
@@ -24,7 +26,7 @@ def main() -> None:
     out = undispatch(out_local, key)
     grads = torch.autograd.grad(out.square().sum(), (q, k, v))
 
-    lengths = [[start, end] for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+    lengths = [[start, end] for start, end in itertools.pairwise(cu_seqlens)]
     expected, _ = flex_flash_attn_func(q, k, v, lengths, lengths, [1] * len(lengths))
     expected_grads = torch.autograd.grad(expected.square().sum(), (q, k, v))
     for name, ours, reference in zip(("out", "dq", "dk", "dv"), (out, *grads), (expected, *expected_grads), strict=True):

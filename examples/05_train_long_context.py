@@ -8,6 +8,7 @@ Runs on CPU over gloo, on GPUs over NCCL when they are there.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def main() -> None:
     args = parse_args()
     start = time.perf_counter()
     first = packs(args.data, 1, args.seq_len)[0]
-    lengths = [end - begin for begin, end in zip(first.cu_seqlens, first.cu_seqlens[1:], strict=False)]
+    lengths = [end - begin for begin, end in itertools.pairwise(first.cu_seqlens)]
     device = f"{args.ranks} GPUs over NCCL" if torch.cuda.is_available() else f"{args.ranks} CPU ranks over gloo"
     print(f"text: {args.data}; first sequence: {len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens; {device}")
     many, one = args.out / "many_ranks", args.out / "one_rank"

@@ -1,0 +1,1 @@
+"""Tests are packages, so that two folders may hold files of one name."""

@@ -1,0 +1,259 @@
+"""Exact attention over the ranks of one group, forward and backward, as one autograd function. Plans nothing and keeps no state.
+
+Forward: keys of step s + 1 travel while step s is computed; each step merges into one fp32 out and lse. Backward is the mirror:
+keys travel again, dq gathers here, partial dk and dv return to their owners while the next step is computed. What a call needs in
+its backward lives in its own graph node, so micro-batches may interleave, keys may alternate and checkpointing may recompute.
+
+All collectives depend only on what every rank agrees on: the plan, the options, and that k or v needs a gradient on all ranks
+or on none. Saved: this rank's q, k, v, out (in the dtype the caller gets, the same memory) and lse. With accumulation in fp32, delta
+= rowsum(dout * out) - dlse from an out rounded to bf16 is as exact as the eager formula in that dtype, which is what the tests ask.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from magi_attention import env
+from magi_attention.comm import Groups, flat_group
+from magi_attention.config import DistAttnConfig
+from magi_attention.kernels.attention import WorkList, attention_backward, attention_forward, prepare
+from magi_attention.kernels.sink import sink_backward, sink_lse
+from magi_attention.plan.types import RankPlan, StepPlan
+from magi_attention.runtime import checks
+from magi_attention.runtime.steps import Arrivals, GradReturns
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one call of dist_attention is made with, besides its tensors."""
+
+    plan: RankPlan
+    group: Groups
+    config: DistAttnConfig
+    sink_layout: str
+    softmax_scale: float
+    softcap: float
+    wants_max_logits: bool
+
+    @property
+    def flat_group(self) -> dist.ProcessGroup | None:
+        """The group of all cp ranks; None on a single rank, where nothing is ever sent."""
+        return flat_group(self.group) if self.plan.cp_size > 1 else None
+
+    @property
+    def kernel_options(self) -> dict[str, Any]:
+        return {"softmax_scale": self.softmax_scale, "softcap": self.softcap, "backend": self.config.kernel_backend}
+
+    def arrivals(self, steps: tuple[StepPlan, ...], k: torch.Tensor, v: torch.Tensor, what: str) -> Arrivals:
+        """The stream of keys and values for `steps`."""
+        is_overlapped = self.config.overlap_config.enable
+        return Arrivals(steps, (k, v), self.group, is_overlapped=is_overlapped, timeout_s=self.config.grpcoll_config.timeout_s, what=what)
+
+
+def dist_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: RankPlan,
+    group: Groups = None,
+    config: DistAttnConfig | None = None,
+    *,
+    sink: torch.Tensor | None = None,
+    sink_layout: str = "sh",
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    return_max_logits: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Attention of this rank's queries to every key that the plan's mask lets them see. Collective, also in its backward.
+
+    Under autocast, q, k and v are cast to the autocast dtype first (float64 stays).
+
+    Args:
+        q: [num_local_q, num_heads_q, head_dim], bf16, fp16, fp32 or fp64; any strides.
+        k: [num_local_k, num_heads_kv, head_dim], dtype of q; num_heads_q is a multiple of num_heads_kv.
+        v: [num_local_k, num_heads_kv, head_dim_v], dtype of q. k or v requires grad on every rank of the group, or on none.
+        plan: this rank's plan. With one rank no group is needed and nothing is sent.
+        group: the process group of the plan's ranks; (inter, intra) groups of a 2-D mesh for a hierarchical plan.
+        config: kernel backend, overlap, time-out and sink reduction; None is DistAttnConfig().
+        sink: fp32 logits that join the softmax denominator, equal on all ranks: "sh" [num_sink, num_heads_q]; or one set per local
+            query: "ssh" [num_local_q, num_sink, num_heads_q]. The gradient of "sh" is this rank's share unless
+            config.sink_grad_reduce asks for the sum or average over the group; that of "ssh" is whole as it is.
+        softmax_scale: factor on q @ k.T; None is head_dim ** -0.5.
+        softcap: cap * tanh(score / cap) on scaled scores; 0 is off.
+        return_max_logits: also return the largest visible score of each head over all ranks.
+
+    Returns:
+        out [num_local_q, num_heads_q, head_dim_v] in q's dtype; lse [num_local_q, num_heads_q], natural log, fp32 (fp64 for fp64
+        inputs), differentiable; max_logits [num_heads_q] of lse's dtype, not differentiable, or None. A row that sees no key has
+        out 0 and lse -inf (the sinks' lse with a sink).
+
+    Raises:
+        InputError: a tensor does not fit the plan or the others; in check mode also when ranks disagree.
+        CommError: an exchange failed or timed out.
+        FloatingPointError: in check mode, a NaN or infinity appeared in a result.
+    """
+    q, k, v = _autocast(q, k, v)
+    checks.check_attention_inputs(q, k, v, plan)
+    if sink is not None:
+        checks.check_sink(sink, sink_layout, q)
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    call = AttentionCall(plan, group, config or DistAttnConfig(), sink_layout, scale, float(softcap), return_max_logits)
+    if env.check_enabled():
+        checks.check_plan(plan)
+        digest = checks.call_digest(q, k, v, sink, plan, sink_layout, scale, softcap, return_max_logits, call.config)
+        checks.check_agreement(digest, "dist_attention", call.flat_group, q.device)
+    out, lse, max_logits = _DistAttention.apply(q, k, v, sink, call)  # type: ignore[no-untyped-call]
+    return out, lse, max_logits
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+class _DistAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: AttentionCall) -> Any:
+        q, k, v = (_with_dense_rows(x) for x in (q, k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse, max_logits = _forward(q, k, v, sink, call)
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        if max_logits is not None:
+            ctx.mark_non_differentiable(max_logits)
+        return out, lse, max_logits
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: object) -> Any:
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        needs_q, needs_k, needs_v, needs_sink = ctx.needs_input_grad[:4]
+        with torch.autocast(q.device.type, enabled=False):
+            dout = torch.zeros_like(out) if dout is None else _with_dense_rows(dout).to(out.dtype)
+            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            if dlse is not None:
+                delta -= dlse
+            dq = dk = dv = dsink = None
+            if needs_q or needs_k or needs_v:
+                dq, dk, dv = _backward(dout, q, k, v, lse, delta, ctx.call, returns_kv=needs_k or needs_v)
+            if needs_sink:
+                dsink = _sink_grad(sink, lse, delta, ctx.call)
+        return dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, dsink, None
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    plan = call.plan
+    accumulate_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    num_rows, num_heads = q.shape[:2]
+    out = torch.zeros(num_rows, num_heads, v.shape[2], dtype=accumulate_dtype, device=q.device)
+    if sink is None:
+        lse = torch.full((num_rows, num_heads), -torch.inf, dtype=accumulate_dtype, device=q.device)
+    else:
+        lse = sink_lse(sink, call.sink_layout, num_rows, num_heads, accumulate_dtype)
+    max_logits = torch.full((num_heads,), -torch.inf, dtype=accumulate_dtype, device=q.device) if call.wants_max_logits else None
+    guard = _BadValueGuard()
+    arrivals = call.arrivals(plan.forward, k, v, "forward k, v of")
+    for index, step in enumerate(plan.forward):
+        step_k, step_v = arrivals.take(index)
+        work_list = _work_list(step, plan.num_local_q)
+        attention_forward(q, step_k, step_v, work_list, out=out, lse=lse, max_logits=max_logits, **call.kernel_options)
+        guard.look(index, out=out, lse=lse)
+    guard.report(call, q.device)
+    if max_logits is not None and call.flat_group is not None:
+        dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=call.flat_group)
+    return out.to(q.dtype), lse, max_logits
+
+
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    call: AttentionCall,
+    *,
+    returns_kv: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    plan = call.plan
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
+    guard = _BadValueGuard()
+    guard.look(0, dout=dout)
+    arrivals = call.arrivals(plan.backward, k, v, "backward k, v of")
+    overlap, timeout_s = call.config.overlap_config.enable, call.config.grpcoll_config.timeout_s
+    returns = GradReturns((dk, dv), call.group, is_overlapped=overlap, timeout_s=timeout_s)
+    for index, step in enumerate(plan.backward):
+        step_k, step_v = arrivals.take(index)
+        if index == 0:
+            step_dk, step_dv = dk, dv
+        else:
+            step_dk, step_dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (step_k, step_v))
+        work_list = _work_list(step, plan.num_local_q)
+        attention_backward(dout, q, step_k, step_v, lse, delta, work_list, dq=dq, dk=step_dk, dv=step_dv, **call.kernel_options)
+        guard.look(index, dq=dq, dk=step_dk, dv=step_dv)
+        if index > 0 and returns_kv:
+            returns.start(index, step, (step_dk, step_dv))
+    returns.finish()
+    guard.report(call, q.device)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _sink_grad(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    dsink = sink_backward(sink, call.sink_layout, lse, delta)
+    reduction = call.config.sink_grad_reduce
+    if reduction is not None and call.sink_layout == "sh" and call.flat_group is not None:
+        dist.all_reduce(dsink, group=call.flat_group)
+        if reduction == "avg":
+            dsink = dsink / call.plan.cp_size
+    return dsink.to(sink.dtype)
+
+
+def _with_dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """A view the kernels can read: contiguous in head_dim and not broadcast; copied only if it must be."""
+    is_broadcast = any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+    return x.contiguous() if is_broadcast or (x.shape[-1] > 1 and x.stride(-1) != 1) else x
+
+
+# ---- work lists: one per step of a plan, made at first use ----
+
+_work_lists: weakref.WeakKeyDictionary[StepPlan, WorkList] = weakref.WeakKeyDictionary()
+_work_lists_lock = threading.Lock()  # backward may run on another thread
+
+
+def _work_list(step: StepPlan, num_queries: int) -> WorkList:
+    with _work_lists_lock:
+        found = _work_lists.get(step)
+        if found is None:
+            found = _work_lists[step] = prepare(step.slices, num_queries, step.num_keys)
+        return found
+
+
+class _BadValueGuard:
+    """In check mode, remembers the first NaN or infinity of one pass; otherwise does nothing."""
+
+    def __init__(self) -> None:
+        self._is_on = env.check_enabled()
+        self._found: tuple[int, ...] | None = None
+
+    def look(self, step: int, **tensors: torch.Tensor) -> None:
+        if not self._is_on:
+            return
+        for name, tensor in tensors.items():
+            if self._found is None:
+                self._found = checks.first_bad_value(name, tensor, step, is_minus_inf_legal=name == "lse")
+
+    def report(self, call: AttentionCall, device: torch.device) -> None:
+        if self._is_on:
+            checks.check_no_bad_value(self._found, call.flat_group, device)

@@ -1,0 +1,168 @@
+"""What distributed attention verifies about its inputs and, in check mode, about ranks, plans and numbers. Computes no attention.
+
+The first two functions run always and cost no message. The others run only when MAGI_CHECK is set: they send small messages,
+so every rank of the group calls them in the same order, and they raise the same error on every rank instead of leaving some waiting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from magi_attention.errors import InputError
+from magi_attention.plan.types import RankPlan, StepPlan
+
+_ATTENTION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_DIGEST_WORDS = 8
+
+
+def check_attention_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RankPlan) -> None:
+    """Shapes, dtypes and devices of one call against its plan.
+
+    Args:
+        q: [num_local_q, num_heads_q, head_dim].
+        k: [num_local_k, num_heads_kv, head_dim].
+        v: [num_local_k, num_heads_kv, head_dim_v].
+
+    Raises:
+        InputError: a tensor does not fit the plan or the others.
+    """
+    owner = f"rank {plan.cp_rank} of {plan.cp_size}"
+    for name, tensor, num_rows in (("q", q, plan.num_local_q), ("k", k, plan.num_local_k), ("v", v, plan.num_local_k)):
+        if tensor.dim() != 3:
+            raise InputError(
+                f"{name} has shape {tuple(tensor.shape)}; it must be [local tokens, heads, head_dim] without a batch dimension; "
+                "squash_batch_dim joins a batch into one row of tokens"
+            )
+        if tensor.shape[0] != num_rows:
+            raise InputError(
+                f"{name} has {tensor.shape[0]} rows; the key gives {owner} {num_rows} tokens; "
+                "dispatch the tensor with the same key, or build a key for this length"
+            )
+        if tensor.dtype not in _ATTENTION_DTYPES:
+            raise InputError(f"{name} has dtype {tensor.dtype}; it must be bfloat16, float16, float32 or float64")
+        if tensor.dtype != q.dtype:
+            raise InputError(f"{name} has dtype {tensor.dtype} but q has {q.dtype}; cast them to one dtype")
+        if tensor.device != q.device:
+            raise InputError(f"{name} is on {tensor.device} but q is on {q.device}; move them to one device")
+    num_heads_q, num_heads_kv = q.shape[1], k.shape[1]
+    if v.shape[1] != num_heads_kv:
+        raise InputError(f"v has {v.shape[1]} heads but k has {num_heads_kv}; they must be equal")
+    if num_heads_kv == 0 or num_heads_q == 0 or num_heads_q % num_heads_kv:
+        raise InputError(f"num_heads_q={num_heads_q} is not a positive multiple of num_heads_kv={num_heads_kv}; repeat or drop heads")
+    if k.shape[2] != q.shape[2]:
+        raise InputError(f"k has head_dim {k.shape[2]} but q has {q.shape[2]}; they must be equal (v may differ)")
+
+
+def check_sink(sink: torch.Tensor, sink_layout: str, q: torch.Tensor) -> None:
+    """The sink against the query it joins.
+
+    Raises:
+        InputError: unknown layout, or a shape other than [num_sink, num_heads_q] ("sh") or [num_local_q, num_sink, num_heads_q] ("ssh").
+    """
+    shapes = {"sh": (-1, q.shape[1]), "ssh": (q.shape[0], -1, q.shape[1])}
+    if sink_layout not in shapes:
+        raise InputError(f'sink_layout={sink_layout!r} must be "sh" [num_sink, num_heads_q] or "ssh" [tokens, num_sink, num_heads_q]')
+    wanted = shapes[sink_layout]
+    if sink.dim() != len(wanted) or any(size not in (-1, got) for size, got in zip(wanted, sink.shape, strict=True)):
+        text = ", ".join("num_sink" if size == -1 else str(size) for size in wanted)
+        raise InputError(f'sink has shape {tuple(sink.shape)}; sink_layout="{sink_layout}" needs [{text}] for these queries')
+    if not sink.is_floating_point():
+        raise InputError(f"sink has dtype {sink.dtype}; it must be floating point, float32 for preference")
+    if sink.device != q.device:
+        raise InputError(f"sink is on {sink.device} but q is on {q.device}; move them to one device")
+
+
+# ---- check mode ----
+
+
+def check_plan(plan: RankPlan) -> None:
+    """Assert what the executor relies on; what only the whole mask can show is plan/check.py's part."""
+    assert len(plan.forward) >= 1 and len(plan.backward) >= 1, "a plan has at least the local step"
+    for name, steps in (("forward", plan.forward), ("backward", plan.backward)):
+        for index, step in enumerate(steps):
+            _check_step(f"{name} step {index} of rank {plan.cp_rank}", step, plan, is_local=index == 0)
+
+
+def _check_step(place: str, step: StepPlan, plan: RankPlan, *, is_local: bool) -> None:
+    runs = step.k_token_runs
+    assert int((runs[:, 1] - runs[:, 0]).sum()) == step.num_keys, f"{place}: key runs do not add up to num_keys={step.num_keys}"
+    assert (runs[1:, 0] >= runs[:-1, 1]).all(), f"{place}: key runs are not ascending"
+    if len(step.slices):
+        assert step.slices[:, :4].min() >= 0, f"{place}: a slice starts before row 0"
+        assert step.slices[:, 1].max() <= plan.num_local_q, f"{place}: a slice ends past the {plan.num_local_q} local query rows"
+        assert step.slices[:, 3].max() <= step.num_keys, f"{place}: a slice ends past the {step.num_keys} keys of the step"
+    if is_local:
+        assert step.exchange is None and step.num_keys == plan.num_local_k, f"{place}: the local step uses the rank's own keys"
+        return
+    exchange = step.exchange
+    assert exchange is not None, f"{place}: a remote step has an exchange"
+    assert exchange.num_rows_in == plan.num_local_k and exchange.num_rows_out == step.num_keys, f"{place}: exchange sizes"
+    assert np.array_equal(np.sort(exchange.recv_rows), np.arange(step.num_keys)), f"{place}: received rows do not tile the buffer"
+
+
+def call_digest(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, plan: RankPlan, *options: object) -> str:
+    """Stable hash of everything about a call that all ranks must agree on."""
+    facts = [
+        *(str((tuple(x.shape[1:]), x.dtype)) for x in (q, k, v)),
+        str(k.requires_grad or v.requires_grad),
+        "no sink" if sink is None else f"sink {sink.dim()}",
+        *(repr(option) for option in options),
+        str((plan.cp_size, len(plan.forward), len(plan.backward))),
+    ]
+    digest = hashlib.sha256("\n".join(facts).encode())
+    for dispatch in (plan.dispatch_q, plan.dispatch_k):
+        digest.update(np.array([dispatch.total_tokens, dispatch.chunk_size], "<i8").tobytes())
+        digest.update(dispatch.chunk_owner.astype("<i4").tobytes())
+    for areas in (plan.rank_areas, plan.rank_recv_rows, plan.rank_send_rows):
+        digest.update(areas.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def check_agreement(digest: str, what: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Raise the same InputError on every rank of `group` when their digests differ. Collective."""
+    words = [int(digest[4 * index : 4 * index + 4], 16) for index in range(_DIGEST_WORDS)]
+    seen = _gather_ints(words, group, device)
+    if any(other != seen[0] for other in seen):
+        differing = [rank for rank, other in enumerate(seen) if other != seen[0]]
+        raise InputError(
+            f"{what}: ranks {differing} of the cp group disagree with rank 0 about shapes, dtypes, options or the key; "
+            "every rank must make the same calls with equal keys in the same order"
+        )
+
+
+def first_bad_value(name: str, tensor: torch.Tensor, step: int, *, is_minus_inf_legal: bool = False) -> tuple[int, ...] | None:
+    """(step, name index, flat index) of the first NaN or infinity of `tensor`, or None."""
+    bad = torch.isnan(tensor) | torch.isposinf(tensor)
+    if not is_minus_inf_legal:
+        bad |= torch.isneginf(tensor)
+    if not bool(bad.any()):
+        return None
+    return step, _GUARDED.index(name), int(bad.reshape(-1).to(torch.uint8).argmax())
+
+
+_GUARDED = ("out", "lse", "dout", "dq", "dk", "dv")
+
+
+def check_no_bad_value(found: Sequence[int] | None, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Raise the same FloatingPointError on every rank when any rank found a bad value. Collective."""
+    seen = _gather_ints(list(found) if found is not None else [-1, -1, -1], group, device)
+    for rank, (step, name_idx, flat_idx) in enumerate(seen):
+        if step >= 0:
+            raise FloatingPointError(
+                f"MAGI_CHECK: {_GUARDED[name_idx]} has a NaN or infinity at flat index {flat_idx}, first seen after step {step} on rank {rank}; "
+                "look for NaN or infinity in the q, k, v (forward) or dout (backward) rows that meet there"
+            )
+
+
+def _gather_ints(values: list[int], group: dist.ProcessGroup | None, device: torch.device) -> list[list[int]]:
+    ours = torch.tensor(values, dtype=torch.int64, device=device)
+    if group is None:
+        return [values]
+    parts = [torch.empty_like(ours) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, ours, group=group)
+    return [part.tolist() for part in parts]

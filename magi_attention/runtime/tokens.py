@@ -1,0 +1,242 @@
+"""Tokens to their owners and back: differentiable dispatch and undispatch, and where local tokens stand. Plans nothing.
+
+A replicated tensor is one that every rank of the group holds with equal values, in global token order. `num_tokens` is its length;
+when a key pads (uneven_shard=False), dispatch.total_tokens is larger and the padded tail exists only on the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from magi_attention.comm import Groups
+from magi_attention.errors import InputError
+from magi_attention.plan.types import DispatchPlan
+from magi_attention.runtime.rows import (
+    gather_exchange,
+    local_token_index,
+    require_tokens,
+    rows_back,
+    rows_first,
+    send_rows,
+    sum_rows,
+)
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class TokenOwners:
+    """Which rows are this rank's and how to reach the others.
+
+    Attributes:
+        dispatch: the owners of all tokens.
+        cp_rank: this rank.
+        group: the cp group; None on one rank.
+        num_tokens: real tokens; None when nothing is padded.
+        timeout_s: bound on each exchange.
+    """
+
+    dispatch: DispatchPlan
+    cp_rank: int
+    group: Groups = None
+    num_tokens: int | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    @property
+    def num_real_tokens(self) -> int:
+        return self.dispatch.total_tokens if self.num_tokens is None else self.num_tokens
+
+    @property
+    def num_local_tokens(self) -> int:
+        return int(self.dispatch.rank_tokens[self.cp_rank])
+
+    @property
+    def num_real_local_tokens(self) -> int:
+        """This rank's tokens that are not padding; padding is last in global order, so also last in local order."""
+        runs = np.minimum(self.dispatch.rank_runs[self.cp_rank], self.num_real_tokens)
+        return int((runs[:, 1] - runs[:, 0]).sum())
+
+
+def dispatch(x: torch.Tensor, owners: TokenOwners, *, dim: int = 0, pad_value: float = 0.0) -> torch.Tensor:
+    """This rank's rows of a replicated tensor.
+
+    Forward sends nothing. Backward is collective: every rank gets the whole gradient of `x`, so parameters before a dispatch
+    have equal gradients on all ranks and need no reduction over the cp group.
+
+    Args:
+        x: replicated, any dtype; num_tokens entries along `dim`.
+        owners: who owns which token.
+        dim: the dimension that counts tokens, e.g. -1 for position ids [3, B, S].
+        pad_value: value of padded tokens.
+
+    Returns:
+        The shape of `x` with this rank's number of tokens along `dim`, contiguous.
+
+    Raises:
+        InputError: `dim` does not count num_tokens.
+    """
+    dim = require_tokens(x, dim, owners.num_real_tokens, "x")
+    local: torch.Tensor = _Dispatch.apply(x, owners, dim, pad_value)  # type: ignore[no-untyped-call]
+    return local
+
+
+def undispatch(x_local: torch.Tensor, owners: TokenOwners, *, dim: int = 0, is_partial_grad: bool = False) -> torch.Tensor:
+    """The replicated tensor of which each rank holds its rows; inverse of dispatch. Collective.
+
+    Args:
+        x_local: any dtype; this rank's number of tokens along `dim`.
+        owners: who owns which token.
+        dim: the dimension that counts tokens.
+        is_partial_grad: False when every rank computes the same loss from the result: backward takes this rank's rows of the gradient
+            and sends nothing. True when each rank's gradient is only a part: backward sums the parts of all ranks, in rank order and
+            fp32, and is collective.
+
+    Returns:
+        The shape of `x_local` with num_tokens along `dim` (padding cut off), contiguous, in global order.
+
+    Raises:
+        InputError: `dim` does not count this rank's tokens.
+        CommError: the exchange failed or timed out.
+    """
+    dim = require_tokens(x_local, dim, owners.num_local_tokens, "x_local")
+    whole: torch.Tensor = _Undispatch.apply(x_local, owners, dim, is_partial_grad)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, owners: TokenOwners, dim: int, pad_value: float) -> torch.Tensor:
+        ctx.owners, ctx.dim = owners, dim
+        return _take_local(x, owners, dim, pad_value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _gather(grad, ctx.owners, ctx.dim, "gradient of dispatch"), None, None, None
+
+
+class _Undispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_local: torch.Tensor, owners: TokenOwners, dim: int, is_partial_grad: bool) -> torch.Tensor:
+        ctx.owners, ctx.dim, ctx.is_partial_grad = owners, dim, is_partial_grad
+        return _gather(x_local, owners, dim, "undispatch")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        owners, dim = ctx.owners, ctx.dim
+        if not ctx.is_partial_grad:
+            return _take_local(grad, owners, dim, 0.0), None, None, None
+        rows = rows_first(grad, dim)
+        missing = owners.dispatch.total_tokens - owners.num_real_tokens
+        if missing:
+            rows = torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+        exchange = gather_exchange(owners.dispatch, owners.cp_rank)
+        summed = sum_rows(exchange, rows, owners.group, timeout_s=owners.timeout_s, what="gradient of undispatch")
+        return rows_back(summed, dim), None, None, None
+
+
+def _take_local(x: torch.Tensor, owners: TokenOwners, dim: int, pad_value: float) -> torch.Tensor:
+    tokens = local_token_index(owners.dispatch, owners.cp_rank, x.device)
+    num_real = owners.num_real_local_tokens
+    local = x.index_select(dim, tokens[:num_real])
+    if num_real == len(tokens):
+        return local
+    shape = list(x.shape)
+    shape[dim] = len(tokens) - num_real
+    return torch.cat([local, x.new_full(shape, pad_value)], dim)
+
+
+def _gather(x_local: torch.Tensor, owners: TokenOwners, dim: int, what: str) -> torch.Tensor:
+    exchange = gather_exchange(owners.dispatch, owners.cp_rank)
+    rows = send_rows(exchange, rows_first(x_local, dim), owners.group, timeout_s=owners.timeout_s, what=what)
+    return rows_back(rows[: owners.num_real_tokens], dim)
+
+
+# ---- where tokens stand ----
+
+
+def position_ids(owners: TokenOwners, device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [local tokens]: global position of each local row, ascending. A new tensor, the caller's to change."""
+    return local_token_index(owners.dispatch, owners.cp_rank, torch.device(device)).clone()
+
+
+def document_position_ids(owners: TokenOwners, cu_seqlens: npt.ArrayLike | torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [local tokens]: position of each local row inside its document, restarting at 0 (what RoPE per document wants).
+
+    Args:
+        owners: who owns which token.
+        cu_seqlens: int [num_documents + 1], from 0 to num_tokens; tokens past its end count from 0 as one more document.
+        device: of the result.
+
+    Raises:
+        InputError: cu_seqlens does not start at 0, falls, or is not integer.
+    """
+    borders = document_borders(cu_seqlens, owners.num_real_tokens)
+    tokens = owners.dispatch.position_ids(owners.cp_rank)
+    starts = borders[np.searchsorted(borders, tokens, side="right") - 1]
+    return torch.from_numpy(tokens - starts).to(device)
+
+
+def local_cu_seqlens(positions: npt.ArrayLike | torch.Tensor, cu_seqlens: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
+    """int32 [num_pieces + 1] on the CPU: local rows cut where tokens stop being neighbours in one document.
+
+    For layers that run on local rows alone (convolutions, recurrences) and must not mix documents or jump over a gap.
+
+    Args:
+        positions: int [local tokens], global positions of the local rows (`position_ids`).
+        cu_seqlens: int [num_documents + 1], global document borders.
+    """
+    tokens = _int_vector(positions, "positions")
+    borders = document_borders(cu_seqlens, None)
+    document = np.searchsorted(borders, tokens, side="right")
+    is_first = (np.diff(tokens, prepend=-2) != 1) | (np.diff(document, prepend=-1) != 0)
+    cuts = np.append(np.flatnonzero(is_first), len(tokens)) if len(tokens) else np.zeros(1, np.int64)
+    return torch.from_numpy(cuts.astype(np.int32))
+
+
+def cu_seqlens_from_positions(positions: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
+    """int32 [num_documents + 1] on the CPU: document borders of global positions that restart at 0 in each document.
+
+    Args:
+        positions: int [num_tokens] in global order, or [batch, tokens], read row after row.
+
+    Raises:
+        InputError: a position is neither 0 nor one more than the one before it.
+    """
+    array = positions.detach().cpu().numpy() if isinstance(positions, torch.Tensor) else np.asarray(positions)
+    flat = _int_vector(array.reshape(-1), "positions")
+    is_first = flat == 0
+    bad = np.flatnonzero(~is_first & (np.diff(flat, prepend=-1) != 1))
+    if len(bad):
+        raise InputError(
+            f"positions[{bad[0]}]={flat[bad[0]]} is neither 0 nor one more than the position before it; pass positions in global order "
+            "that restart at 0 in each document (before dispatch)"
+        )
+    return torch.from_numpy(np.append(np.flatnonzero(is_first), len(flat)).astype(np.int32))
+
+
+def document_borders(cu_seqlens: npt.ArrayLike | torch.Tensor | None, num_tokens: int | None) -> npt.NDArray[np.int64]:
+    """int64, strictly rising from 0: cu_seqlens without its empty documents; None is one document.
+
+    Raises:
+        InputError: cu_seqlens does not start at 0, falls, ends past num_tokens, or is not integer.
+    """
+    if cu_seqlens is None:
+        return np.array([0, num_tokens or 0], np.int64)[: 2 if num_tokens else 1]
+    borders = _int_vector(cu_seqlens, "cu_seqlens")
+    if not len(borders) or borders[0] != 0 or (np.diff(borders) < 0).any():
+        raise InputError(f"cu_seqlens={borders[:8].tolist()}... must start with 0 and never fall")
+    if num_tokens is not None and borders[-1] > num_tokens:
+        raise InputError(f"cu_seqlens ends at {borders[-1]}, past the {num_tokens} tokens of the key; cut the last document")
+    return np.unique(borders)
+
+
+def _int_vector(values: npt.ArrayLike | torch.Tensor, name: str) -> npt.NDArray[np.int64]:
+    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise InputError(f"{name} has shape {array.shape} and dtype {array.dtype}; it must be a vector of integers")
+    return array.astype(np.int64)

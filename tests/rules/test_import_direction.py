@@ -1,0 +1,130 @@
+"""Who may import whom. The table is the design; a change to it is a change of the design, in its own commit."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.rules.tree import ROOT, cpp_files, module_name, package_files, parsed, shown
+
+PACKAGE_NAME = "magi_attention"
+
+BASE = {"__init__", "_native", "_version", "config", "env", "errors"}
+TOOLS = {"doctor", "machine_facts", "selftest"}
+
+# zone -> zones it may import besides itself. "records" is plan/types.py, "plan" everything else in plan/.
+MAY_IMPORT = {
+    "base": set(),
+    "mask": {"base"},
+    "common": {"base", "mask"},
+    "records": {"base"},
+    "plan": {"base", "mask", "records"},
+    "comm": {"base", "records"},
+    "kernels": {"base", "records"},
+    "runtime": {"base", "records", "comm", "kernels"},
+    "api": {"base", "mask", "common", "records", "plan", "comm", "runtime"},
+    "functional": {"base", "mask", "common", "api"},
+    "testing": {"base", "mask", "common", "records", "plan", "comm", "kernels", "runtime"},
+    "tools": {"base", "mask", "common", "records", "plan", "comm", "kernels", "runtime", "api", "testing"},
+}
+# Planning runs on machines without a GPU and without torch, for thousands of ranks in one process.
+WITHOUT_TORCH = {"base", "mask", "records", "plan"}
+
+CPP_MAY_INCLUDE = {"base": {"base"}, "solver": {"base", "solver"}, "bindings": {"base", "solver", "bindings"}}
+CPP_NEVER_INCLUDES = ("Python.h", "torch/", "ATen/", "c10/", "cuda", "numpy/", "pybind11/", "nanobind/")
+
+
+def zone_of(module: str) -> str:
+    """Zone of a dotted module of the package."""
+    parts = module.split(".")[1:]
+    if not parts or parts[0] in BASE:
+        return "base"
+    if parts[0] in TOOLS or parts == ["plan", "__main__"]:
+        return "tools"
+    if parts[:2] == ["plan", "types"]:
+        return "records"
+    return parts[0]
+
+
+def imported_modules(path: Path, node: ast.AST) -> list[str]:
+    """Modules a statement imports; `from package import name` counts as package.name when that is a module of ours."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    assert node.level == 0, f"{shown(path)}:{node.lineno} relative import; write the full name"
+    module = node.module or ""
+    children = [f"{module}.{alias.name}" for alias in node.names]
+    return [child if is_own_module(child) else module for child in children]
+
+
+def is_own_module(name: str) -> bool:
+    if name.split(".")[0] != PACKAGE_NAME:
+        return False
+    place = ROOT / Path(*name.split("."))
+    return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("path", package_files(), ids=shown)
+def test_python_imports_follow_the_table(path: Path) -> None:
+    zone = zone_of(module_name(path))
+    assert zone in MAY_IMPORT, f"{shown(path)} is in a folder the table does not know; add a row with its reason"
+    allowed = MAY_IMPORT[zone] | {zone}
+    wrong = []
+    for node in ast.walk(parsed(path)):
+        for module in imported_modules(path, node):
+            if module.split(".")[0] == PACKAGE_NAME and zone_of(module) not in allowed:
+                wrong.append(f"{shown(path)}:{node.lineno} ({zone}) imports {module} ({zone_of(module)})")
+    assert not wrong, "\n".join([*wrong, f"{zone} may import: {', '.join(sorted(allowed))}"])
+
+
+@pytest.mark.parametrize("path", package_files(), ids=shown)
+def test_no_import_of_ours_inside_a_function(path: Path) -> None:
+    """An import hidden in a function dodges a cycle: the code is in the wrong folder."""
+    wrong = [
+        f"{shown(path)}:{node.lineno} {function.name} imports {module}"
+        for function in ast.walk(parsed(path))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        for module in imported_modules(path, node)
+        if module.split(".")[0] == PACKAGE_NAME
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_planning_never_imports_torch() -> None:
+    wrong = [
+        f"{shown(path)}:{node.lineno}"
+        for path in package_files()
+        if zone_of(module_name(path)) in WITHOUT_TORCH
+        for node in ast.walk(parsed(path))
+        if any(module.split(".")[0] == "torch" for module in imported_modules(path, node))
+    ]
+    assert not wrong, "torch is imported where planning must run without it:\n" + "\n".join(wrong)
+
+
+def test_cpp_includes_follow_the_table() -> None:
+    wrong = []
+    for path in cpp_files():
+        parts = path.relative_to(ROOT).parts
+        if parts[0] != "csrc":
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if not line.startswith("#include"):
+                continue
+            header = line.split()[1].strip('"<>')
+            is_ours = line.split()[1].startswith('"')
+            if any(header.startswith(banned) for banned in CPP_NEVER_INCLUDES):
+                wrong.append(f"{shown(path)}:{number} includes {header}; the solver knows no framework")
+            if is_ours and header.split("/")[0] not in CPP_MAY_INCLUDE.get(parts[1], set()):
+                wrong.append(f"{shown(path)}:{number} csrc/{parts[1]} may not include {header}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_checker_sees_a_wrong_import(tmp_path: Path) -> None:
+    source = ast.parse("from magi_attention.kernels import attention\nimport magi_attention.comm\nfrom magi_attention import plan")
+    seen = [module for node in ast.walk(source) for module in imported_modules(ROOT / "x.py", node)]
+    assert {zone_of(module) for module in seen} == {"kernels", "comm", "plan"}
+    assert zone_of("magi_attention.plan.types") == "records" and zone_of("magi_attention.plan.build") == "plan"

@@ -11,6 +11,10 @@ namespace {
 
 constexpr std::array kOperations = {
     std::pair<const char*, Operation>{"tighten", op_tighten},
+    std::pair<const char*, Operation>{"canonical", op_canonical},
+    std::pair<const char*, Operation>{"areas", op_areas},
+    std::pair<const char*, Operation>{"crop", op_crop},
+    std::pair<const char*, Operation>{"grid_area", op_grid_area},
     std::pair<const char*, Operation>{"work_list", op_work_list},
 };
 

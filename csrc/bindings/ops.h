@@ -14,6 +14,10 @@ Operation find_operation(const std::string& name);
 
 // Each topic marshals its own operations.
 void op_tighten(const Arrays& inputs, Arrays& outputs);
+void op_canonical(const Arrays& inputs, Arrays& outputs);
+void op_areas(const Arrays& inputs, Arrays& outputs);
+void op_crop(const Arrays& inputs, Arrays& outputs);
+void op_grid_area(const Arrays& inputs, Arrays& outputs);
 void op_work_list(const Arrays& inputs, Arrays& outputs);
 
 }  // namespace magi

@@ -1,0 +1,72 @@
+"""Pictures of masks: how much of each cell is visible. Never builds a T x T array; matplotlib is imported when a picture is asked for.
+
+matplotlib is an optional dependency (`pip install magi-attention[plot]`), which is why its import is inside the function.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from magi_attention import _native
+from magi_attention.errors import UnsupportedError
+from magi_attention.mask.inputs import count
+
+MAX_GRID_LINES = 40  # up to this many tokens a side every cell is one token and gets its own frame
+
+
+def grid_edges(total: int, max_cells: int) -> npt.NDArray[np.int32]:
+    """int32 [cells + 1]: at most `max_cells` cells of equal size, the last one possibly short."""
+    cell_size = max(-(-total // max_cells), 1)
+    return np.append(np.arange(0, total, cell_size), total).astype(np.int32)
+
+
+def visible_share(slices: npt.NDArray[np.int32], q_edges: npt.NDArray[np.int32], k_edges: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+    """float64 [q cells, k cells]: visible pairs over all pairs of each cell, exact before the division."""
+    areas = _native.run("grid_area", slices=slices, q_edges=q_edges, k_edges=k_edges)["areas"]
+    num_pairs = np.outer(np.diff(q_edges.astype(np.int64)), np.diff(k_edges.astype(np.int64)))
+    share: npt.NDArray[np.float64] = areas.reshape(num_pairs.shape) / np.maximum(num_pairs, 1)
+    return share
+
+
+def plot_mask(
+    path: str | os.PathLike[str], slices: npt.NDArray[np.int32], total_q: int, total_k: int, max_cells: int, title: str | None
+) -> None:
+    """Write the picture; the format follows the file name's ending.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    count("max_cells", max_cells, 1, 4096)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import PowerNorm
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter
+    except ImportError as fault:
+        raise UnsupportedError(f"plotting a mask needs matplotlib ({fault}); pip install 'magi-attention[plot]'") from None
+    q_edges, k_edges = grid_edges(total_q, max_cells), grid_edges(total_k, max_cells)
+    share = visible_share(slices, q_edges, k_edges) if total_q and total_k else np.zeros((1, 1))
+    figure = Figure(figsize=(6.4, 5.6), layout="constrained")
+    FigureCanvasAgg(figure)  # a canvas of its own: no window system, no global pyplot state
+    axes = figure.add_subplot()
+    extent = (0, max(total_k, 1), max(total_q, 1), 0)
+    # The root keeps a thin band visible: a window of 128 keys fills a few percent of a cell of 2,048 tokens.
+    image = axes.imshow(
+        np.ma.masked_equal(share, 0.0), extent=extent, norm=PowerNorm(0.5, 0.0, 1.0), cmap="YlGnBu", interpolation="nearest", aspect="auto"
+    )
+    if total_q and total_k and max(total_q / total_k, total_k / total_q) <= 4:
+        axes.set_aspect("equal")
+    if max(total_q, total_k) <= MAX_GRID_LINES:
+        axes.set_xticks(range(total_k + 1), minor=True)
+        axes.set_yticks(range(total_q + 1), minor=True)
+        axes.grid(which="minor", color="0.85", linewidth=0.5)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
+    axes.set_xlabel("key token")
+    axes.set_ylabel("query token")
+    axes.set_title(title or f"{total_q:,} queries x {total_k:,} keys, {len(slices):,} slices", fontsize="medium")
+    figure.colorbar(image, ax=axes, label="visible share of the cell")
+    figure.savefig(path, dpi=150)

@@ -154,8 +154,8 @@ def check_no_bad_value(found: Sequence[int] | None, group: dist.ProcessGroup | N
     for rank, (step, name_idx, flat_idx) in enumerate(seen):
         if step >= 0:
             raise FloatingPointError(
-                f"MAGI_CHECK: {_GUARDED[name_idx]} has a NaN or infinity at flat index {flat_idx}, first seen after step {step} on rank {rank}; "
-                "look for NaN or infinity in the q, k, v (forward) or dout (backward) rows that meet there"
+                f"MAGI_CHECK: {_GUARDED[name_idx]} has a NaN or infinity at flat index {flat_idx}, first seen after step {step} "
+                f"on rank {rank}; look for NaN or infinity in the q, k, v (forward) or dout (backward) rows that meet there"
             )
 
 

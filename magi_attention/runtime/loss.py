@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from magi_attention.errors import InputError
 from magi_attention.runtime.roll import roll
-from magi_attention.runtime.tokens import TokenOwners
+from magi_attention.runtime.rows import TokenOwners
 
 IGNORED_LABEL = -100  # what torch.nn.functional.cross_entropy skips by default
 GRAD_REDUCTIONS = ("avg", "sum")
@@ -77,7 +77,9 @@ def reduce_loss(
         InputError: loss_sum is not a floating point scalar, or grad_reduction is unknown.
     """
     if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
-        raise InputError(f"loss_sum has shape {tuple(loss_sum.shape)} and dtype {loss_sum.dtype}; sum the token losses to one floating number")
+        raise InputError(
+            f"loss_sum has shape {tuple(loss_sum.shape)} and dtype {loss_sum.dtype}; sum the token losses to one floating number"
+        )
     if grad_reduction not in GRAD_REDUCTIONS:
         raise InputError(f'grad_reduction={grad_reduction!r} must be "avg" or "sum": what the framework does to parameter gradients')
     if isinstance(count, torch.Tensor) and count.numel() != 1:

@@ -7,47 +7,93 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from magi_attention.comm import Groups, group_cast, group_reduce
+from magi_attention.comm import group_cast, group_reduce
 from magi_attention.errors import InputError
-from magi_attention.plan.exchange import exchange_for_wanted_tokens
-from magi_attention.plan.types import DispatchPlan, Exchange, Int32Array
+from magi_attention.plan.types import DispatchPlan, Exchange, Int64Array
 
-_MAX_ROUTES_PER_PLAN = 64
-
-_Route = TypeVar("_Route")
+DEFAULT_TIMEOUT_S = 600.0
 
 
-def normalized_dim(dim: int, tensor: torch.Tensor, name: str) -> int:
-    """`dim` counted from the front.
+class Routes(Protocol):
+    """What rows are moved by; plan/routes.py makes them (TokenRoutes)."""
 
-    Raises:
-        InputError: the tensor has no such dimension.
+    @property
+    def dispatch(self) -> DispatchPlan: ...
+
+    @property
+    def cp_rank(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def gather(self) -> Exchange: ...
+
+    def roll(self, shift: int, borders: tuple[int, ...] | None = None) -> tuple[Exchange, Int64Array]: ...
+
+
+@dataclass(frozen=True)
+class TokenOwners:
+    """Which rows are this rank's and how to reach the others.
+
+    Attributes:
+        routes: the owners of all tokens, and the exchanges between them.
+        group: the (flat) cp group; None on one rank.
+        timeout_s: bound on each exchange.
     """
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise InputError(f"dim={dim} is not a dimension of {name} with shape {tuple(tensor.shape)}; use 0 to {tensor.dim() - 1}")
-    return dim % tensor.dim()
+
+    routes: Routes
+    group: dist.ProcessGroup | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the global tensor, without padding."""
+        return self.routes.num_tokens
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """Tokens that exist only on the ranks; last in global order."""
+        return self.routes.dispatch.total_tokens - self.routes.num_tokens
+
+    @property
+    def num_local_tokens(self) -> int:
+        """This rank's rows, padding included."""
+        return int(self.routes.dispatch.rank_tokens[self.routes.cp_rank])
+
+    @property
+    def num_real_local_tokens(self) -> int:
+        """This rank's rows that are not padding; they come first."""
+        runs = np.minimum(self.routes.dispatch.rank_runs[self.routes.cp_rank], self.num_tokens)
+        return int((runs[:, 1] - runs[:, 0]).sum())
+
+    def token_index(self, device: torch.device) -> torch.Tensor:
+        """int64 [local tokens]: global token id of each local row, ascending. Shared: do not write to it."""
+        dispatch, rank = self.routes.dispatch, self.routes.cp_rank
+        gather = self.routes.gather()  # lives as long as the routes, so it can name what was uploaded for them
+        return uploaded(gather, "tokens", dispatch.position_ids(rank), device)
 
 
 def require_tokens(tensor: torch.Tensor, dim: int, num_tokens: int, name: str) -> int:
     """`dim` counted from the front, after checking that `tensor` has `num_tokens` entries along it.
 
     Raises:
-        InputError: another number of entries.
+        InputError: no such dimension, or another number of entries.
     """
-    dim = normalized_dim(dim, tensor, name)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise InputError(f"dim={dim} is not a dimension of {name} with shape {tuple(tensor.shape)}; use 0 to {tensor.dim() - 1}")
     if tensor.shape[dim] != num_tokens:
         raise InputError(
-            f"{name} has shape {tuple(tensor.shape)}, so {tensor.shape[dim]} entries along dim={dim}; the key has {num_tokens} tokens there; "
-            "pass the dimension that counts tokens, or a tensor made for this key"
+            f"{name} has shape {tuple(tensor.shape)}, so {tensor.shape[dim]} entries along dim={dim}; the key has {num_tokens} tokens "
+            "there; pass the dimension that counts tokens, or a tensor made for this key"
         )
-    return dim
+    return dim % tensor.dim()
 
 
 def rows_first(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -60,68 +106,36 @@ def rows_back(rows: torch.Tensor, dim: int) -> torch.Tensor:
     return rows.movedim(0, dim).contiguous()
 
 
-def send_rows(exchange: Exchange, rows: torch.Tensor, group: Groups, *, timeout_s: float, what: str) -> torch.Tensor:
-    """Rows of the receive buffer of `exchange`, [num_rows_out, ...]. Collective unless the exchange is of one rank."""
+def send_rows(exchange: Exchange, rows: torch.Tensor, owners: TokenOwners, what: str) -> torch.Tensor:
+    """Rows of the receive buffer of `exchange`, [num_rows_out, ...]. Collective; on one rank nothing is sent."""
     if exchange.cp_size == 1:
-        received = rows.new_empty((exchange.num_rows_out, *rows.shape[1:]))
-        received[row_index(exchange, "recv", rows.device)] = rows[row_index(exchange, "send", rows.device)]
-        return received
-    return group_cast(exchange, [rows], group, timeout_s=timeout_s, what=what).wait()[0]
+        sources = uploaded(exchange, "send", exchange.send_rows, rows.device)
+        received = torch.empty((exchange.num_rows_out, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+        return received.index_copy_(0, uploaded(exchange, "recv", exchange.recv_rows, rows.device), rows.index_select(0, sources))
+    return group_cast(exchange, [rows], owners.group, timeout_s=owners.timeout_s, what=what).wait()[0]
 
 
-def sum_rows(exchange: Exchange, rows: torch.Tensor, group: Groups, *, timeout_s: float, what: str) -> torch.Tensor:
-    """The transpose of send_rows: [num_rows_in, ...], each row the sum in rank order of what all ranks hold for it, in rows.dtype."""
+def sum_rows(exchange: Exchange, rows: torch.Tensor, owners: TokenOwners, what: str) -> torch.Tensor:
+    """The transpose of send_rows: [num_rows_in, ...], the sum of what all ranks hold for each row, in rank order and fp32 (fp64)."""
     accumulate_dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     total = torch.zeros((exchange.num_rows_in, *rows.shape[1:]), dtype=accumulate_dtype, device=rows.device)
+    partial = rows.to(accumulate_dtype)
     if exchange.cp_size == 1:
-        partial = rows[row_index(exchange, "recv", rows.device)].to(accumulate_dtype)
-        total.index_add_(0, row_index(exchange, "send", rows.device), partial)
+        partial = partial.index_select(0, uploaded(exchange, "recv", exchange.recv_rows, rows.device))
+        total.index_add_(0, uploaded(exchange, "send", exchange.send_rows, rows.device), partial)
     else:
-        group_reduce(exchange, [rows.to(accumulate_dtype)], group, into=[total], timeout_s=timeout_s, what=what).wait()
+        group_reduce(exchange, [partial], owners.group, into=[total], timeout_s=owners.timeout_s, what=what).wait()
     return total.to(rows.dtype)
 
 
-# ---- routes: exchanges made once per dispatch ----
-
-_routes: weakref.WeakKeyDictionary[DispatchPlan, OrderedDict[Hashable, object]] = weakref.WeakKeyDictionary()
-_routes_lock = threading.Lock()
+_uploads: weakref.WeakKeyDictionary[Exchange, dict[tuple[str, torch.device], torch.Tensor]] = weakref.WeakKeyDictionary()
+_uploads_lock = threading.Lock()
 
 
-def cached_route(dispatch: DispatchPlan, name: Hashable, build: Callable[[], _Route]) -> _Route:
-    """The route `name` of `dispatch`, built at first use. Bounded; lives as long as the dispatch. Building sends nothing."""
-    with _routes_lock:
-        of_plan = _routes.setdefault(dispatch, OrderedDict())
-        if name not in of_plan:
-            of_plan[name] = build()
-            if len(of_plan) > _MAX_ROUTES_PER_PLAN:
-                of_plan.popitem(last=False)
-        of_plan.move_to_end(name)
-        return of_plan[name]  # type: ignore[return-value]
-
-
-def gather_exchange(dispatch: DispatchPlan, rank: int) -> Exchange:
-    """Every rank receives every token, in global order."""
-
-    def build() -> Exchange:
-        everything = np.array([[0, dispatch.total_tokens]], np.int32)[: min(1, dispatch.total_tokens)]
-        wanted: list[Int32Array] = [everything] * dispatch.cp_size
-        return exchange_for_wanted_tokens(wanted, dispatch, rank)
-
-    return cached_route(dispatch, ("gather", rank), build)
-
-
-_row_indices: weakref.WeakKeyDictionary[Exchange, dict[tuple[str, torch.device], torch.Tensor]] = weakref.WeakKeyDictionary()
-
-
-def row_index(exchange: Exchange, side: str, device: torch.device) -> torch.Tensor:
-    """send_rows or recv_rows of `exchange` as an int64 tensor on `device`, uploaded once."""
-    of_exchange = _row_indices.setdefault(exchange, {})
-    if (side, device) not in of_exchange:
-        rows = exchange.send_rows if side == "send" else exchange.recv_rows
-        of_exchange[side, device] = torch.from_numpy(rows.copy()).to(device)
-    return of_exchange[side, device]
-
-
-def local_token_index(dispatch: DispatchPlan, rank: int, device: torch.device) -> torch.Tensor:
-    """int64 [local tokens]: global token id of each local row of `rank`, ascending, on `device`. Do not write to it."""
-    return cached_route(dispatch, ("tokens", rank, device), lambda: torch.from_numpy(dispatch.position_ids(rank).copy()).to(device))
+def uploaded(exchange: Exchange, name: str, rows: Int64Array, device: torch.device) -> torch.Tensor:
+    """`rows` as an int64 tensor on `device`, copied there once and kept as long as `exchange`."""
+    with _uploads_lock:
+        of_exchange = _uploads.setdefault(exchange, {})
+        if (name, device) not in of_exchange:
+            of_exchange[name, device] = torch.from_numpy(rows.copy()).to(device)
+        return of_exchange[name, device]

@@ -1,65 +1,19 @@
 """Tokens to their owners and back: differentiable dispatch and undispatch, and where local tokens stand. Plans nothing.
 
 A replicated tensor is one that every rank of the group holds with equal values, in global token order. `num_tokens` is its length;
-when a key pads (uneven_shard=False), dispatch.total_tokens is larger and the padded tail exists only on the ranks.
+when a key pads (uneven_shard=False) the padded tail exists only on the ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from magi_attention.comm import Groups
 from magi_attention.errors import InputError
-from magi_attention.plan.types import DispatchPlan
-from magi_attention.runtime.rows import (
-    gather_exchange,
-    local_token_index,
-    require_tokens,
-    rows_back,
-    rows_first,
-    send_rows,
-    sum_rows,
-)
-
-DEFAULT_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True)
-class TokenOwners:
-    """Which rows are this rank's and how to reach the others.
-
-    Attributes:
-        dispatch: the owners of all tokens.
-        cp_rank: this rank.
-        group: the cp group; None on one rank.
-        num_tokens: real tokens; None when nothing is padded.
-        timeout_s: bound on each exchange.
-    """
-
-    dispatch: DispatchPlan
-    cp_rank: int
-    group: Groups = None
-    num_tokens: int | None = None
-    timeout_s: float = DEFAULT_TIMEOUT_S
-
-    @property
-    def num_real_tokens(self) -> int:
-        return self.dispatch.total_tokens if self.num_tokens is None else self.num_tokens
-
-    @property
-    def num_local_tokens(self) -> int:
-        return int(self.dispatch.rank_tokens[self.cp_rank])
-
-    @property
-    def num_real_local_tokens(self) -> int:
-        """This rank's tokens that are not padding; padding is last in global order, so also last in local order."""
-        runs = np.minimum(self.dispatch.rank_runs[self.cp_rank], self.num_real_tokens)
-        return int((runs[:, 1] - runs[:, 0]).sum())
+from magi_attention.runtime.rows import TokenOwners, require_tokens, rows_back, rows_first, send_rows, sum_rows
 
 
 def dispatch(x: torch.Tensor, owners: TokenOwners, *, dim: int = 0, pad_value: float = 0.0) -> torch.Tensor:
@@ -80,7 +34,7 @@ def dispatch(x: torch.Tensor, owners: TokenOwners, *, dim: int = 0, pad_value: f
     Raises:
         InputError: `dim` does not count num_tokens.
     """
-    dim = require_tokens(x, dim, owners.num_real_tokens, "x")
+    dim = require_tokens(x, dim, owners.num_tokens, "x")
     local: torch.Tensor = _Dispatch.apply(x, owners, dim, pad_value)  # type: ignore[no-untyped-call]
     return local
 
@@ -131,16 +85,14 @@ class _Undispatch(torch.autograd.Function):
         if not ctx.is_partial_grad:
             return _take_local(grad, owners, dim, 0.0), None, None, None
         rows = rows_first(grad, dim)
-        missing = owners.dispatch.total_tokens - owners.num_real_tokens
-        if missing:
-            rows = torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
-        exchange = gather_exchange(owners.dispatch, owners.cp_rank)
-        summed = sum_rows(exchange, rows, owners.group, timeout_s=owners.timeout_s, what="gradient of undispatch")
+        if owners.num_padded_tokens:
+            rows = torch.cat([rows, rows.new_zeros((owners.num_padded_tokens, *rows.shape[1:]))])
+        summed = sum_rows(owners.routes.gather(), rows, owners, "gradient of undispatch")
         return rows_back(summed, dim), None, None, None
 
 
 def _take_local(x: torch.Tensor, owners: TokenOwners, dim: int, pad_value: float) -> torch.Tensor:
-    tokens = local_token_index(owners.dispatch, owners.cp_rank, x.device)
+    tokens = owners.token_index(x.device)
     num_real = owners.num_real_local_tokens
     local = x.index_select(dim, tokens[:num_real])
     if num_real == len(tokens):
@@ -151,9 +103,8 @@ def _take_local(x: torch.Tensor, owners: TokenOwners, dim: int, pad_value: float
 
 
 def _gather(x_local: torch.Tensor, owners: TokenOwners, dim: int, what: str) -> torch.Tensor:
-    exchange = gather_exchange(owners.dispatch, owners.cp_rank)
-    rows = send_rows(exchange, rows_first(x_local, dim), owners.group, timeout_s=owners.timeout_s, what=what)
-    return rows_back(rows[: owners.num_real_tokens], dim)
+    rows = send_rows(owners.routes.gather(), rows_first(x_local, dim), owners, what)
+    return rows_back(rows[: owners.num_tokens], dim)
 
 
 # ---- where tokens stand ----
@@ -161,10 +112,12 @@ def _gather(x_local: torch.Tensor, owners: TokenOwners, dim: int, what: str) -> 
 
 def position_ids(owners: TokenOwners, device: torch.device | str = "cpu") -> torch.Tensor:
     """int64 [local tokens]: global position of each local row, ascending. A new tensor, the caller's to change."""
-    return local_token_index(owners.dispatch, owners.cp_rank, torch.device(device)).clone()
+    return owners.token_index(torch.device(device)).clone()
 
 
-def document_position_ids(owners: TokenOwners, cu_seqlens: npt.ArrayLike | torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+def document_position_ids(
+    owners: TokenOwners, cu_seqlens: npt.ArrayLike | torch.Tensor, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """int64 [local tokens]: position of each local row inside its document, restarting at 0 (what RoPE per document wants).
 
     Args:
@@ -175,8 +128,8 @@ def document_position_ids(owners: TokenOwners, cu_seqlens: npt.ArrayLike | torch
     Raises:
         InputError: cu_seqlens does not start at 0, falls, or is not integer.
     """
-    borders = document_borders(cu_seqlens, owners.num_real_tokens)
-    tokens = owners.dispatch.position_ids(owners.cp_rank)
+    borders = document_borders(cu_seqlens, owners.num_tokens)
+    tokens = owners.routes.dispatch.position_ids(owners.routes.cp_rank)
     starts = borders[np.searchsorted(borders, tokens, side="right") - 1]
     return torch.from_numpy(tokens - starts).to(device)
 

@@ -29,7 +29,7 @@ $(VENV)/.installed-%: $(VENV)/.torch $(BUILD_INPUTS)
 	@touch $@
 
 demo: $(VENV)/.installed-demo ## train a small model on real text over 4 ranks, check it, draw pictures
-	$(PY) examples/run_demo.py $(ARGS)
+	$(PY) examples/05_train_long_context.py $(ARGS)
 
 test: $(VENV)/.installed-test ## the whole CPU test suite
 	$(PY) -m pytest $(ARGS)

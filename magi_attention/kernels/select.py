@@ -1,0 +1,141 @@
+"""Which kernel takes a problem, and every reason why one does not. Runs nothing and knows nothing of how kernels work.
+
+    describe(q, k, v, ...) -> AttentionDesc -> choose(desc, backend) -> name of the backend
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magi_attention.config import KERNEL_BACKENDS
+from magi_attention.env import logger
+from magi_attention.errors import InputError, UnsupportedError
+from magi_attention.kernels.sink import check_sink
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+COMPILED_KERNELS: tuple[str, ...] = ()  # names of the compiled CUDA kernels of this build
+
+
+@dataclass(frozen=True)
+class AttentionDesc:
+    """A problem as the choice sees it: no tensors, no masks."""
+
+    device_type: str
+    dtype: torch.dtype
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    softcap: float = 0.0
+    has_sink: bool = False
+
+
+def describe(
+    q: Tensor, k: Tensor, v: Tensor, *, sink: Tensor | None = None, sink_layout: str = "sh", softcap: float = 0.0
+) -> AttentionDesc:
+    """Check the tensors against each other and reduce them to a desc.
+
+    Args:
+        q: [total_q, num_heads_q, head_dim]; k: [total_k, num_heads_kv, head_dim]; v: [total_k, num_heads_kv, head_dim_v].
+
+    Raises:
+        InputError: number of dimensions, devices, dtypes, lengths or head counts that do not fit together.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_layout(name, x)
+    for name, x in (("k", k), ("v", v)):
+        if x.device != q.device:
+            raise InputError(f"{name}: on {x.device}, but q is on {q.device}; move them to one device")
+        if x.dtype != q.dtype:
+            raise InputError(f"{name}: dtype {x.dtype}, but q has {q.dtype}; cast all three to one dtype, e.g. {name}.to({q.dtype})")
+    if k.shape[0] != v.shape[0]:
+        raise InputError(f"v: {v.shape[0]} rows, but k has {k.shape[0]}; keys and values come in pairs, pass the same tokens in both")
+    if k.shape[1] != v.shape[1]:
+        raise InputError(f"v: {v.shape[1]} heads, but k has {k.shape[1]}; they must be equal")
+    if k.shape[2] != q.shape[2]:
+        raise InputError(f"k: head_dim {k.shape[2]}, but q has {q.shape[2]}; they must be equal (only v may differ)")
+    check_heads(q.shape[1], k.shape[1])
+    if min(q.shape[2], v.shape[2]) < 1:
+        raise InputError(f"head_dim={q.shape[2]}, head_dim_v={v.shape[2]}: both must be at least 1")
+    if softcap < 0:
+        raise InputError(f"softcap={softcap} must be 0 (off) or above")
+    check_sink(sink, sink_layout, q.shape[0], q.shape[1])
+    if sink is not None and sink.device != q.device:
+        raise InputError(f"sink: on {sink.device}, but q is on {q.device}; move them to one device")
+    return AttentionDesc(q.device.type, q.dtype, q.shape[1], k.shape[1], q.shape[2], v.shape[2], softcap, sink is not None)
+
+
+def _check_layout(name: str, x: Tensor) -> None:
+    if x.ndim == 4:
+        raise InputError(
+            f"{name}: shape {list(x.shape)} has 4 dimensions, must be [tokens, heads, head_dim]; "
+            f"for [batch, tokens, heads, head_dim] call squash_batch_dim({name}) and infer_varlen_mask_from_batch(batch, tokens), "
+            f"for [batch, heads, tokens, head_dim] transpose(1, 2) first"
+        )
+    if x.ndim != 3:
+        raise InputError(f"{name}: shape {list(x.shape)} has {x.ndim} dimensions, must be [tokens, heads, head_dim]")
+    if x.dtype not in DTYPES:
+        raise InputError(f"{name}: dtype {x.dtype}, must be one of {', '.join(map(str, DTYPES))}; cast it")
+
+
+def check_heads(num_heads_q: int, num_heads_kv: int) -> None:
+    """Raises InputError unless num_heads_q is a positive multiple of num_heads_kv."""
+    if num_heads_kv < 1 or num_heads_q < 1 or num_heads_q % num_heads_kv:
+        raise InputError(
+            f"num_heads_q={num_heads_q}, num_heads_kv={num_heads_kv}: num_heads_q must be a positive multiple of num_heads_kv; "
+            "repeat kv heads or pad query heads until it is"
+        )
+
+
+def reasons_against_ffa(desc: AttentionDesc) -> list[str]:
+    """Why the compiled CUDA kernels cannot take this problem; empty when they can."""
+    reasons = []
+    if not COMPILED_KERNELS:
+        reasons.append("no CUDA kernel is compiled into this build (compiled: none)")
+    if desc.device_type != "cuda":
+        reasons.append(f"q is on {desc.device_type}, the kernels run on cuda")
+    if desc.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"q has dtype {desc.dtype}, the kernels take torch.bfloat16 and torch.float16")
+    return reasons
+
+
+def reasons_against_blocked(desc: AttentionDesc, *, is_asked_for: bool) -> list[str]:
+    """Why the blocked torch path cannot take this problem; empty when it can."""
+    if desc.device_type != "cpu" and desc.dtype == torch.float32 and not is_asked_for:
+        return [f"q has dtype torch.float32 on {desc.device_type}: cast q, k and v to torch.bfloat16, or ask for backend='blocked' (slow)"]
+    return []
+
+
+def choose(desc: AttentionDesc, backend: str = "auto") -> str:
+    """The backend that runs a problem: "ffa" (compiled CUDA) or "blocked" (torch matmuls over blocks, any device, O(T) memory).
+
+    "auto" takes ffa where it can, blocked elsewhere; on a GPU that choice is logged once.
+
+    Raises:
+        InputError: an unknown name.
+        UnsupportedError: nothing takes the problem; the text has every reason of every backend that was asked.
+    """
+    if backend not in KERNEL_BACKENDS:
+        raise InputError(f"backend={backend!r} must be one of {', '.join(KERNEL_BACKENDS)}")
+    against: dict[str, list[str]] = {}
+    if backend in ("auto", "ffa"):
+        against["ffa"] = reasons_against_ffa(desc)
+        if not against["ffa"]:
+            return "ffa"
+    if backend in ("auto", "blocked"):
+        against["blocked"] = reasons_against_blocked(desc, is_asked_for=backend == "blocked")
+        if not against["blocked"]:
+            if desc.device_type != "cpu" and backend == "auto":
+                _warn_once(desc.device_type, "; ".join(against["ffa"]))
+            return "blocked"
+    told = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in against.items())
+    raise UnsupportedError(f"backend={backend!r}: no kernel takes {desc}. {told}")
+
+
+@functools.cache
+def _warn_once(device_type: str, reasons: str) -> None:
+    logger.warning("attention on %s runs the blocked torch path, which is slow: %s", device_type, reasons)

@@ -1,6 +1,14 @@
 // Plan operations: arrays in, arrays out. Marshalling only.
+#include <string>
+
 #include "base/slice.h"
 #include "bindings/ops.h"
+
+#include "solver/exchange.h"
+#include "solver/hierarchy.h"
+#include "solver/local_slices.h"
+#include "solver/rebuild.h"
+#include "solver/step_loads.h"
 #include "solver/work_list.h"
 
 namespace magi {
@@ -14,6 +22,51 @@ std::vector<int32_t> flat(const std::vector<Slice>& slices) {
     return values;
 }
 
+std::vector<int32_t> flat(const std::vector<RowRun>& runs) {
+    std::vector<int32_t> values;
+    values.reserve(runs.size() * 3);
+    for (const RowRun& run : runs) values.insert(values.end(), {run.peer, run.first_row, run.rows});
+    return values;
+}
+
+std::vector<int32_t> flat(const Intervals& intervals) {
+    std::vector<int32_t> values;
+    values.reserve(intervals.size() * 2);
+    for (const Interval run : intervals) values.insert(values.end(), {run.start, run.end});
+    return values;
+}
+
+// "<side>_owner" int32 [num_chunks], "<side>_chunk_size", "<side>_total", "cp_size".
+Ownership read_ownership(const Arrays& inputs, const std::string& side) {
+    return {inputs.view<int32_t>(side + "_owner"), inputs.scalar(side + "_chunk_size"), inputs.scalar(side + "_total"), inputs.scalar("cp_size")};
+}
+
+StepRule read_rule(const Arrays& inputs) {
+    return {inputs.scalar("num_nodes"),    inputs.scalar("min_rows"),    inputs.scalar("is_greedy") != 0,
+            inputs.scalar("pair_cost_fs"), inputs.scalar("row_cost_fs"), inputs.scalar("start_cost_fs")};
+}
+
+int32_t read_rank(const Arrays& inputs, const Ownership& keys) {
+    const int64_t rank = inputs.scalar("cp_rank");
+    if (rank < 0 || rank >= keys.cp_size()) throw InputError("cp_rank=" + std::to_string(rank) + " is not a rank below " + std::to_string(keys.cp_size()));
+    return static_cast<int32_t>(rank);
+}
+
+void set_exchange(Arrays& outputs, const std::string& prefix, const ExchangeRuns& exchange) {
+    outputs.set(prefix + "send", flat(exchange.send.runs()));
+    outputs.set(prefix + "recv", flat(exchange.recv.runs()));
+    outputs.set(prefix + "rows", std::vector<int64_t>{exchange.num_rows_in, exchange.num_rows_out});
+}
+
+void set_step_keys(Arrays& outputs, const std::string& prefix, std::span<const Slice> slices, const RowIndex& queries, const RowIndex& keys) {
+    const std::vector<Slice> local = build_local_slices(slices, queries, keys);
+    int64_t pairs = 0;
+    for (const Slice& s : local) pairs += area(s);
+    outputs.set(prefix + "k_runs", flat(keys.runs()));
+    outputs.set(prefix + "slices", flat(local));
+    outputs.set(prefix + "area", pairs);
+}
+
 }  // namespace
 
 // slices int32 [N, 6], total_q, tile_m -> tile_offsets int32 [num_tiles + 1], pieces int32 [P, 6].
@@ -21,6 +74,96 @@ void op_work_list(const Arrays& inputs, Arrays& outputs) {
     WorkList list = build_work_list(inputs.view<Slice>("slices"), inputs.scalar("total_q"), inputs.scalar("tile_m"));
     outputs.set("tile_offsets", std::move(list.tile_offsets));
     outputs.set("pieces", flat(list.pieces));
+}
+
+// slices, q_* and k_* (read_ownership), the rule (read_rule), degrees int64 [K] -> areas, local_areas, recv_rows, send_rows int64 [R];
+// step_degrees int64 [K]; per candidate <idx>: "<idx>_areas", ... int64 [degree, R] (StepLoads).
+void op_plan_loads(const Arrays& inputs, Arrays& outputs) {
+    const auto slices = inputs.view<Slice>("slices");
+    const Ownership queries = read_ownership(inputs, "q"), keys = read_ownership(inputs, "k");
+    const StepRule rule = read_rule(inputs);
+    const Needs needs = compute_needs(slices, queries, keys);
+    const std::vector<StepSplit> splits = split_steps(slices, queries, needs, rule, inputs.view<int64_t>("degrees"));
+    std::vector<StepLoads> loads = measure_steps(slices, queries, keys, needs, splits, rule.num_nodes);
+    std::vector<int64_t> degrees, recv_rows;
+    for (size_t idx = 0; idx < splits.size(); ++idx) {
+        const std::string prefix = std::to_string(idx) + "_";
+        degrees.push_back(splits[idx].degree());
+        outputs.set(prefix + "areas", std::move(loads[idx].areas));
+        outputs.set(prefix + "recv_rows", std::move(loads[idx].recv_rows));
+        outputs.set(prefix + "send_rows", std::move(loads[idx].send_rows));
+        outputs.set(prefix + "node_recv_rows", std::move(loads[idx].node_recv_rows));
+        outputs.set(prefix + "node_send_rows", std::move(loads[idx].node_send_rows));
+    }
+    std::vector<Intervals> wanted;
+    for (const RowIndex& remote : needs.remote) {
+        recv_rows.push_back(remote.num_rows());
+        wanted.push_back(remote.runs());
+    }
+    outputs.set("step_degrees", std::move(degrees));
+    outputs.set("areas", needs.areas);
+    outputs.set("local_areas", needs.local_areas);
+    outputs.set("recv_rows", std::move(recv_rows));
+    outputs.set("send_rows", count_sent_rows(std::move(wanted), keys));
+}
+
+// The same inputs with one degree and cp_rank -> degree; "0_*" the local step, "<s>_*" remote step s >= 1: k_runs int32 [n, 2],
+// slices int32 [N, 6], area, and for remote steps send, recv int32 [n, 3], rows int64 [2] (in, out); with num_nodes > 1 also
+// inter_* and intra_*.
+void op_plan_rank(const Arrays& inputs, Arrays& outputs) {
+    const auto slices = inputs.view<Slice>("slices");
+    const Ownership queries = read_ownership(inputs, "q"), keys = read_ownership(inputs, "k");
+    const StepRule rule = read_rule(inputs);
+    const int32_t rank = read_rank(inputs, keys);
+    const Needs needs = compute_needs(slices, queries, keys);
+    const StepSplit split = split_steps(slices, queries, needs, rule, inputs.view<int64_t>("degrees")).at(0);
+    const RowIndex& rows = queries.rows_of(rank);
+    set_step_keys(outputs, "0_", slices, rows, keys.rows_of(rank));
+    for (int32_t step = 0; step < split.degree(); ++step) {
+        const std::string prefix = std::to_string(step + 1) + "_";
+        const RowIndex remote(clip(needs.remote[static_cast<size_t>(rank)].runs(), split.window(rank, step)));
+        set_step_keys(outputs, prefix, slices, rows, remote);
+        set_exchange(outputs, prefix, build_step_exchange(keys, needs, split, rank, step));
+        if (rule.num_nodes == 1) continue;
+        const auto node_size = static_cast<int32_t>(keys.cp_size() / rule.num_nodes);
+        const TwoLevelExchange exchange = build_two_level_exchange(keys, needs, split, rank, step, node_size);
+        set_exchange(outputs, prefix + "inter_", exchange.inter);
+        set_exchange(outputs, prefix + "intra_", exchange.intra);
+    }
+    outputs.set("degree", int64_t{split.degree()});
+}
+
+// wanted int32 [n, 2] of all ranks one after the other, wanted_ends int64 [R], k_* (read_ownership), cp_rank -> send, recv, rows.
+void op_wanted_exchange(const Arrays& inputs, Arrays& outputs) {
+    const Ownership keys = read_ownership(inputs, "k");
+    const auto ranges = inputs.view<Interval>("wanted");
+    const auto ends = inputs.view<int64_t>("wanted_ends");
+    if (static_cast<int64_t>(ends.size()) != keys.cp_size()) throw InputError("wanted has " + std::to_string(ends.size()) + " ranks; cp_size is " + std::to_string(keys.cp_size()));
+    std::vector<std::span<const Interval>> wanted;
+    int64_t start = 0;
+    for (const int64_t end : ends) {
+        if (end < start || end > static_cast<int64_t>(ranges.size())) throw InputError("wanted_ends must ascend inside wanted");
+        wanted.push_back(ranges.subspan(static_cast<size_t>(start), static_cast<size_t>(end - start)));
+        start = end;
+    }
+    set_exchange(outputs, "", build_wanted_exchange(keys, wanted, read_rank(inputs, keys)));
+}
+
+// Local slices int32 [N, 6], q_runs and k_runs int32 [n, 2] (tokens of the two buffers, in row order) -> fragments int32 [M, 6]: the same
+// cells in global tokens, one fragment per pair of runs. The inverse of building local slices, for checks.
+void op_globalize(const Arrays& inputs, Arrays& outputs) {
+    const auto to_index = [&](const std::string& name) {
+        const auto runs = inputs.view<Interval>(name);
+        return RowIndex(Intervals(runs.begin(), runs.end()));
+    };
+    const RowIndex queries = to_index("q_runs"), keys = to_index("k_runs");
+    outputs.set("fragments", flat(globalize(inputs.view<Slice>("slices"), queries, keys)));
+}
+
+// Per fragment the number of its cells that the mask has: fragments, slices int32 [n, 6] -> seen int64 [n].
+// Slices must be sorted by q_start.
+void op_seen_cells(const Arrays& inputs, Arrays& outputs) {
+    outputs.set("seen", count_seen_cells(inputs.view<Slice>("fragments"), inputs.view<Slice>("slices")));
 }
 
 }  // namespace magi

@@ -10,9 +10,7 @@ from magi_attention.mask import AttnMask
 from magi_attention.mask.slices import UNBOUNDED
 
 
-def mask_from_index_blocks(
-    table: npt.NDArray[np.integer], total_q: int, total_k: int, q_block_size: int, k_block_size: int
-) -> AttnMask:
+def mask_from_index_blocks(table: npt.NDArray[np.integer], total_q: int, total_k: int, q_block_size: int, k_block_size: int) -> AttnMask:
     """Every row of query block b sees every key of the key blocks listed in line b.
 
     Args:

@@ -1,0 +1,375 @@
+"""DistAttnKey: the frozen handle that carries a plan, and how it is made and cached. Moves no tensor and computes no attention."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from magi_attention import env
+from magi_attention.api.key_cache import BoundedCache, cache_of
+from magi_attention.api.padding import compute_pad_size
+from magi_attention.comm import SINGLE, CommGroup, agree, comm_group
+from magi_attention.config import DistAttnConfig
+from magi_attention.errors import InputError
+from magi_attention.mask import AttnMask
+from magi_attention.mask.inputs import count
+from magi_attention.mask.slices import MAX_TOKENS
+from magi_attention.plan.build import plan_attention
+from magi_attention.plan.routes import token_routes
+from magi_attention.plan.types import DispatchPlan, RankPlan
+from magi_attention.runtime.rows import TokenOwners
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyIdentity:
+    """What makes two keys of one group equal: everything that plans and calls depend on, by content.
+
+    Attributes:
+        mask_digest: digest of the mask, its sizes included.
+        total_seqlen_q, total_seqlen_k: real tokens, padding not counted.
+        num_heads_q, num_heads_kv, head_dim, head_dim_v: of q, k and v (head_dim_v None = any).
+        config: as given, with chunk_size filled in.
+        is_same_source, is_q_permutable, is_k_permutable: how tokens may be spread.
+        dispatch_digest: which dispatch the key was laid on; "" when it made its own.
+    """
+
+    mask_digest: str
+    total_seqlen_q: int
+    total_seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int | None
+    config: DistAttnConfig
+    is_same_source: bool
+    is_q_permutable: bool
+    is_k_permutable: bool
+    dispatch_digest: str = ""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Stable hash, equal on every rank that was given the same."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    def describe(self) -> str:
+        """One line that tells two identities apart."""
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return ", ".join(f"{name} {value:.12}" if isinstance(value, str) else f"{name} {value}" for name, value in facts.items())
+
+
+_AGREED = "arguments of the key"
+
+
+@dataclass(frozen=True, repr=False)
+class DistAttnKey:
+    """Handle of one planned attention: hashable, equal by content and group, carries its plan. Made by the functions of this package.
+
+    It stays usable for as long as it is held, whatever the caches forget. Copies of it are itself.
+
+    Attributes:
+        identity: what equality and hash compare, with the group.
+        group: the ranks it was planned for; held weakly, so a key keeps no destroyed group alive.
+        plan: what this rank executes.
+        mask: the mask it was planned for (padding of uneven_shard=False not included).
+        cu_seqlens_q, cu_seqlens_k: int64 document offsets when the key was made from cu_seqlens, else None. Not compared.
+    """
+
+    identity: KeyIdentity
+    group: CommGroup
+    plan: RankPlan = field(compare=False)
+    mask: AttnMask = field(compare=False)
+    cu_seqlens_q: Int64Array | None = field(default=None, compare=False)
+    cu_seqlens_k: Int64Array | None = field(default=None, compare=False)
+
+    # ---- facts ----
+
+    @property
+    def config(self) -> DistAttnConfig:
+        return self.identity.config
+
+    @property
+    def total_seqlen_q(self) -> int:
+        return self.identity.total_seqlen_q
+
+    @property
+    def total_seqlen_k(self) -> int:
+        return self.identity.total_seqlen_k
+
+    @property
+    def num_heads_q(self) -> int:
+        return self.identity.num_heads_q
+
+    @property
+    def num_heads_kv(self) -> int:
+        return self.identity.num_heads_kv
+
+    @property
+    def head_dim(self) -> int:
+        return self.identity.head_dim
+
+    @property
+    def cp_size(self) -> int:
+        return self.group.size
+
+    @property
+    def cp_rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens per chunk of the query dispatch."""
+        return self.plan.dispatch_q.chunk_size
+
+    @property
+    def pad_size(self) -> int:
+        """Query tokens added by uneven_shard=False; 0 otherwise."""
+        return self.plan.dispatch_q.total_tokens - self.total_seqlen_q
+
+    @property
+    def num_local_q(self) -> int:
+        """Query rows of this rank."""
+        return self.plan.num_local_q
+
+    @property
+    def num_local_k(self) -> int:
+        """Key rows of this rank."""
+        return self.plan.num_local_k
+
+    @functools.cached_property
+    def owners_q(self) -> TokenOwners:
+        """Who owns which query token."""
+        return self._owners(self.plan.dispatch_q, self.total_seqlen_q)
+
+    @functools.cached_property
+    def owners_k(self) -> TokenOwners:
+        """Who owns which key token; the same object as owners_q for self attention."""
+        return self.owners_q if self.identity.is_same_source else self._owners(self.plan.dispatch_k, self.total_seqlen_k)
+
+    def _owners(self, dispatch: DispatchPlan, num_tokens: int) -> TokenOwners:
+        return TokenOwners(token_routes(dispatch, self.cp_rank, num_tokens), self.group, self.config.grpcoll_config.timeout_s)
+
+    def __copy__(self) -> DistAttnKey:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistAttnKey:
+        return self
+
+    def __repr__(self) -> str:
+        facts = self.identity
+        return (
+            f"DistAttnKey(mask {facts.mask_digest[:8]}, q {facts.total_seqlen_q} k {facts.total_seqlen_k} tokens, "
+            f"heads {facts.num_heads_q}:{facts.num_heads_kv}, head_dim {facts.head_dim}, rank {self.cp_rank} of {self.cp_size})"
+        )
+
+
+# ---- what the caller said, checked ----
+
+
+def checked_identity(
+    mask: AttnMask,
+    heads: tuple[int, int, int, int | None],
+    config: DistAttnConfig,
+    *,
+    is_same_source: bool = True,
+    is_q_permutable: bool = True,
+    is_k_permutable: bool = True,
+) -> KeyIdentity:
+    """The identity of a key with its own dispatch; `heads` is (num_heads_q, num_heads_kv, head_dim, head_dim_v).
+
+    Raises:
+        InputError: heads, head_dim, config or sizes that no key can have.
+    """
+    num_heads_q, num_heads_kv, head_dim, head_dim_v = check_heads(*heads)
+    if not isinstance(config, DistAttnConfig):
+        raise InputError(f"dist_attn_config={config!r} must be a DistAttnConfig; leave it out for the default")
+    if is_same_source and mask.total_q != mask.total_k:
+        raise InputError(
+            f"total_seqlen_q={mask.total_q} and total_seqlen_k={mask.total_k} must be equal when is_same_source=True; "
+            "pass is_same_source=False for cross attention"
+        )
+    return KeyIdentity(
+        mask_digest=mask.digest,
+        total_seqlen_q=mask.total_q,
+        total_seqlen_k=mask.total_k,
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        config=config,
+        is_same_source=bool(is_same_source),
+        is_q_permutable=bool(is_q_permutable),
+        is_k_permutable=bool(is_k_permutable),
+    )
+
+
+def check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v: int | None) -> tuple[int, int, int, int | None]:
+    """The four as plain ints.
+
+    Raises:
+        InputError: not positive ints, or num_heads_q is no multiple of num_heads_kv.
+    """
+    limit = MAX_TOKENS
+    heads_q, heads_kv = count("num_heads_q", num_heads_q, 1, limit), count("num_heads_kv", num_heads_kv, 1, limit)
+    if heads_q % heads_kv:
+        raise InputError(
+            f"num_heads_q={heads_q} must be a multiple of num_heads_kv={heads_kv} (every key head serves the same number of query heads); "
+            "repeat key heads or change the counts"
+        )
+    return (
+        heads_q,
+        heads_kv,
+        count("head_dim", head_dim, 1, limit),
+        None if head_dim_v is None else count("head_dim_v", head_dim_v, 1, limit),
+    )
+
+
+def with_chunk_size(config: DistAttnConfig, chunk_size: int | None) -> DistAttnConfig:
+    """The config with the chunk_size argument of a key function filled in.
+
+    Raises:
+        InputError: the config already asks for another one.
+    """
+    if chunk_size is None:
+        return config
+    wanted = count("chunk_size", chunk_size, 1, MAX_TOKENS)
+    configured = config.dispatch_config.chunk_size
+    if configured not in (None, wanted):
+        raise InputError(f"chunk_size={wanted} differs from dist_attn_config.dispatch_config.chunk_size={configured}; pass it once")
+    return dataclasses.replace(config, dispatch_config=dataclasses.replace(config.dispatch_config, chunk_size=wanted))
+
+
+def check_pad_size(pad_size: int) -> None:
+    """Warn about a pad_size that is not 0: no length needs padding.
+
+    Raises:
+        InputError: not an int of at least 0.
+    """
+    if count("pad_size", pad_size, 0, MAX_TOKENS):
+        warnings.warn(
+            f"pad_size={pad_size} is ignored: any length works without padding; pass 0 (uneven_shard=False pads by itself)",
+            DeprecationWarning,
+            stacklevel=4,
+        )
+
+
+@contextlib.contextmanager
+def announce_refusal(group: CommGroup) -> Iterator[None]:
+    """In check mode, an InputError inside is told to the other ranks, which would else wait for this one in make_key.
+
+    Ranks that refuse the same thing raise their own error; otherwise every rank raises the same one, which quotes the refusal.
+    """
+    try:
+        yield
+    except InputError as refusal:
+        if env.check_enabled() and not group.is_single:
+            text = f"refused: {refusal}"
+            agree(group, _AGREED, text.encode(), text)
+        raise
+
+
+# ---- keys ----
+
+
+def check_key(key: DistAttnKey, name: str) -> None:
+    """A living key.
+
+    Raises:
+        InputError: not a DistAttnKey, or its process group was destroyed.
+    """
+    if not isinstance(key, DistAttnKey):
+        raise InputError(f"{name} is a {type(key).__name__}; it must be a DistAttnKey, from magi_attn_flex_key or magi_attn_varlen_key")
+    if not key.group.is_single:
+        comm_group(key.group.flat)  # refuses a group that torch.distributed has destroyed
+
+
+def make_key(
+    mask: AttnMask, identity: KeyIdentity, group: CommGroup, *, key_for_dispatch: DistAttnKey | None = None, documents: Any = (None, None)
+) -> DistAttnKey:
+    """The key of an identity on a group; planned at most once while the group's cache remembers it.
+
+    In check mode (MAGI_CHECK=1) collective: every rank raises the same InputError when ranks pass different things.
+    """
+    if env.check_enabled() and not group.is_single:
+        agree(group, _AGREED, identity.digest.encode(), identity.describe)
+    cache = cache_of(group)
+    plans: BoundedCache[RankPlan] = cache.plans
+    plan = plans.get_or_make(identity, lambda: _plan(mask, identity, group, key_for_dispatch))
+    key = DistAttnKey(identity, group, plan, mask, *documents)
+    cache.most_recent = dataclasses.replace(key, group=SINGLE)
+    return key
+
+
+def most_recent_key(group: CommGroup) -> DistAttnKey:
+    """The key made or found last on a group.
+
+    Raises:
+        InputError: there is none.
+    """
+    stripped: DistAttnKey | None = cache_of(group).most_recent
+    if stripped is None:
+        raise InputError("cp_group has no key yet, or its cache was cleared; build one with magi_attn_flex_key or magi_attn_varlen_key")
+    return dataclasses.replace(stripped, group=group)
+
+
+def _plan(mask: AttnMask, identity: KeyIdentity, group: CommGroup, key_for_dispatch: DistAttnKey | None) -> RankPlan:
+    config = identity.config
+    base = key_for_dispatch.plan if key_for_dispatch is not None else None
+    padded_mask = mask
+    if base is not None:
+        padded_mask = _with_totals(mask, base.dispatch_q.total_tokens, base.dispatch_k.total_tokens)
+    elif not config.dispatch_config.uneven_shard:
+        config, padded_mask = _evenly_padded(mask, config, group.size)
+    return plan_attention(
+        padded_mask,
+        group.size,
+        group.rank,
+        config,
+        num_heads_q=identity.num_heads_q,
+        num_heads_kv=identity.num_heads_kv,
+        head_dim=identity.head_dim,
+        num_nodes=group.num_nodes,
+        is_same_source=identity.is_same_source,
+        is_q_permutable=identity.is_q_permutable,
+        is_k_permutable=identity.is_k_permutable,
+        dispatch_q=base.dispatch_q if base is not None else None,
+        dispatch_k=base.dispatch_k if base is not None else None,
+    )
+
+
+_CHUNKS_PER_RANK = 8  # when padding and the caller gives no chunk size: enough to balance a causal mask, at most 1/8 of a rank is padding
+
+
+def _evenly_padded(mask: AttnMask, config: DistAttnConfig, cp_size: int) -> tuple[DistAttnConfig, AttnMask]:
+    """Config with a chunk size, and the mask with rows and columns added that see and are seen by nothing."""
+    chunk_size = config.dispatch_config.chunk_size
+    if chunk_size is None:
+        chunk_size = max(1, -(-max(mask.total_q, mask.total_k) // (cp_size * _CHUNKS_PER_RANK)))
+    total_q, total_k = (total + compute_pad_size(total, cp_size, chunk_size) for total in (mask.total_q, mask.total_k))
+    return with_chunk_size(config, chunk_size), _with_totals(mask, total_q, total_k)
+
+
+def _with_totals(mask: AttnMask, total_q: int, total_k: int) -> AttnMask:
+    """The same visible cells in a larger mask."""
+    if (total_q, total_k) == (mask.total_q, mask.total_k):
+        return mask
+    return AttnMask(mask.slices, total_q, total_k)
+
+
+def dispatch_digest(plan: RankPlan) -> str:
+    """Stable hash of who owns which token."""
+    digest = hashlib.sha256()
+    for dispatch in (plan.dispatch_q, plan.dispatch_k):
+        digest.update(np.array([dispatch.total_tokens, dispatch.chunk_size, dispatch.cp_size], "<i8").tobytes())
+        digest.update(dispatch.chunk_owner.astype("<i4").tobytes())
+    return digest.hexdigest()

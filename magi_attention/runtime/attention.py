@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 
 from magi_attention import env
-from magi_attention.comm import Groups, flat_group
+from magi_attention.comm import SINGLE, CommGroup, comm_group
 from magi_attention.config import DistAttnConfig
-from magi_attention.kernels.attention import WorkList, attention_backward, attention_forward, prepare
+from magi_attention.errors import InputError
+from magi_attention.kernels.attention import WorkList, attention_backward, attention_forward, compute_dtype, prepare, softmax_delta
+from magi_attention.kernels.select import choose, describe
 from magi_attention.kernels.sink import sink_backward, sink_lse
 from magi_attention.plan.types import RankPlan, StepPlan
 from magi_attention.runtime import checks
@@ -34,7 +36,7 @@ class AttentionCall:
     """What one call of dist_attention is made with, besides its tensors."""
 
     plan: RankPlan
-    group: Groups
+    group: CommGroup
     config: DistAttnConfig
     sink_layout: str
     softmax_scale: float
@@ -44,7 +46,7 @@ class AttentionCall:
     @property
     def flat_group(self) -> dist.ProcessGroup | None:
         """The group of all cp ranks; None on a single rank, where nothing is ever sent."""
-        return flat_group(self.group) if self.plan.cp_size > 1 else None
+        return None if self.group.is_single else self.group.flat
 
     @property
     def kernel_options(self) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def dist_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     plan: RankPlan,
-    group: Groups = None,
+    group: Any = None,
     config: DistAttnConfig | None = None,
     *,
     sink: torch.Tensor | None = None,
@@ -79,7 +81,7 @@ def dist_attention(
         k: [num_local_k, num_heads_kv, head_dim], dtype of q; num_heads_q is a multiple of num_heads_kv.
         v: [num_local_k, num_heads_kv, head_dim_v], dtype of q. k or v requires grad on every rank of the group, or on none.
         plan: this rank's plan. With one rank no group is needed and nothing is sent.
-        group: the process group of the plan's ranks; (inter, intra) groups of a 2-D mesh for a hierarchical plan.
+        group: the plan's ranks: a CommGroup, ProcessGroup or DeviceMesh (2-D for a hierarchical plan); None is the default group.
         config: kernel backend, overlap, time-out and sink reduction; None is DistAttnConfig().
         sink: fp32 logits that join the softmax denominator, equal on all ranks: "sh" [num_sink, num_heads_q]; or one set per local
             query: "ssh" [num_local_q, num_sink, num_heads_q]. The gradient of "sh" is this rank's share unless
@@ -95,21 +97,34 @@ def dist_attention(
 
     Raises:
         InputError: a tensor does not fit the plan or the others; in check mode also when ranks disagree.
+        UnsupportedError: no kernel takes the problem.
         CommError: an exchange failed or timed out.
         FloatingPointError: in check mode, a NaN or infinity appeared in a result.
     """
     q, k, v = _autocast(q, k, v)
-    checks.check_attention_inputs(q, k, v, plan)
-    if sink is not None:
-        checks.check_sink(sink, sink_layout, q)
+    config = config or DistAttnConfig()
+    choose(describe(q, k, v, sink=sink, sink_layout=sink_layout, softcap=softcap), config.kernel_backend)
+    checks.check_local_rows(q, k, plan)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    call = AttentionCall(plan, group, config or DistAttnConfig(), sink_layout, scale, float(softcap), return_max_logits)
+    call = AttentionCall(plan, _group_of(plan, group), config, sink_layout, scale, float(softcap), return_max_logits)
     if env.check_enabled():
         checks.check_plan(plan)
-        digest = checks.call_digest(q, k, v, sink, plan, sink_layout, scale, softcap, return_max_logits, call.config)
+        digest = checks.call_digest(q, k, v, sink, plan, sink_layout, scale, softcap, return_max_logits, config)
         checks.check_agreement(digest, "dist_attention", call.flat_group, q.device)
     out, lse, max_logits = _DistAttention.apply(q, k, v, sink, call)  # type: ignore[no-untyped-call]
     return out, lse, max_logits
+
+
+def _group_of(plan: RankPlan, group: Any) -> CommGroup:
+    if plan.cp_size == 1:
+        return SINGLE  # no communicator, whatever else this process runs
+    found = comm_group(group)
+    if (found.size, found.rank) != (plan.cp_size, plan.cp_rank):
+        raise InputError(
+            f"group has {found.size} ranks and we are rank {found.rank}; the plan is for rank {plan.cp_rank} of {plan.cp_size}; "
+            "pass the group that the key was made with"
+        )
+    return found
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -123,7 +138,6 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class _DistAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: AttentionCall) -> Any:
-        q, k, v = (_with_dense_rows(x) for x in (q, k, v))
         with torch.autocast(q.device.type, enabled=False):
             out, lse, max_logits = _forward(q, k, v, sink, call)
         ctx.save_for_backward(q, k, v, sink, out, lse)
@@ -134,15 +148,13 @@ class _DistAttention(torch.autograd.Function):
         return out, lse, max_logits
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: object) -> Any:
         q, k, v, sink, out, lse = ctx.saved_tensors
         needs_q, needs_k, needs_v, needs_sink = ctx.needs_input_grad[:4]
         with torch.autocast(q.device.type, enabled=False):
-            dout = torch.zeros_like(out) if dout is None else _with_dense_rows(dout).to(out.dtype)
-            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            if dlse is not None:
-                delta -= dlse
+            dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
+            delta = softmax_delta(dout, out, dlse)
             dq = dk = dv = dsink = None
             if needs_q or needs_k or needs_v:
                 dq, dk, dv = _backward(dout, q, k, v, lse, delta, ctx.call, returns_kv=needs_k or needs_v)
@@ -155,13 +167,10 @@ def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     plan = call.plan
-    accumulate_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    accumulate_dtype = compute_dtype(q.dtype)
     num_rows, num_heads = q.shape[:2]
     out = torch.zeros(num_rows, num_heads, v.shape[2], dtype=accumulate_dtype, device=q.device)
-    if sink is None:
-        lse = torch.full((num_rows, num_heads), -torch.inf, dtype=accumulate_dtype, device=q.device)
-    else:
-        lse = sink_lse(sink, call.sink_layout, num_rows, num_heads, accumulate_dtype)
+    lse = sink_lse(sink, call.sink_layout, num_rows, num_heads, accumulate_dtype, q.device)
     max_logits = torch.full((num_heads,), -torch.inf, dtype=accumulate_dtype, device=q.device) if call.wants_max_logits else None
     guard = _BadValueGuard()
     arrivals = call.arrivals(plan.forward, k, v, "forward k, v of")
@@ -218,12 +227,6 @@ def _sink_grad(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, call:
         if reduction == "avg":
             dsink = dsink / call.plan.cp_size
     return dsink.to(sink.dtype)
-
-
-def _with_dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """A view the kernels can read: contiguous in head_dim and not broadcast; copied only if it must be."""
-    is_broadcast = any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
-    return x.contiguous() if is_broadcast or (x.shape[-1] > 1 and x.stride(-1) != 1) else x
 
 
 # ---- work lists: one per step of a plan, made at first use ----

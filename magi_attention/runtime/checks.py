@@ -1,7 +1,7 @@
 """What distributed attention verifies about its inputs and, in check mode, about ranks, plans and numbers. Computes no attention.
 
-The first two functions run always and cost no message. The others run only when MAGI_CHECK is set: they send small messages,
-so every rank of the group calls them in the same order, and they raise the same error on every rank instead of leaving some waiting.
+check_local_rows runs always and costs no message. The others run only when MAGI_CHECK is set: they send small messages, so every
+rank of the group calls them in the same order, and they raise the same error on every rank instead of leaving some waiting.
 """
 
 from __future__ import annotations
@@ -16,65 +16,21 @@ import torch.distributed as dist
 from magi_attention.errors import InputError
 from magi_attention.plan.types import RankPlan, StepPlan
 
-_ATTENTION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DIGEST_WORDS = 8
 
 
-def check_attention_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RankPlan) -> None:
-    """Shapes, dtypes and devices of one call against its plan.
-
-    Args:
-        q: [num_local_q, num_heads_q, head_dim].
-        k: [num_local_k, num_heads_kv, head_dim].
-        v: [num_local_k, num_heads_kv, head_dim_v].
+def check_local_rows(q: torch.Tensor, k: torch.Tensor, plan: RankPlan) -> None:
+    """The number of local rows against the plan; what q, k and v must share is kernels/select.py's part.
 
     Raises:
-        InputError: a tensor does not fit the plan or the others.
+        InputError: q or k (and with it v) has another number of rows than this rank owns.
     """
-    owner = f"rank {plan.cp_rank} of {plan.cp_size}"
-    for name, tensor, num_rows in (("q", q, plan.num_local_q), ("k", k, plan.num_local_k), ("v", v, plan.num_local_k)):
-        if tensor.dim() != 3:
-            raise InputError(
-                f"{name} has shape {tuple(tensor.shape)}; it must be [local tokens, heads, head_dim] without a batch dimension; "
-                "squash_batch_dim joins a batch into one row of tokens"
-            )
+    for name, tensor, num_rows in (("q", q, plan.num_local_q), ("k", k, plan.num_local_k)):
         if tensor.shape[0] != num_rows:
             raise InputError(
-                f"{name} has {tensor.shape[0]} rows; the key gives {owner} {num_rows} tokens; "
+                f"{name} has {tensor.shape[0]} rows; the key gives rank {plan.cp_rank} of {plan.cp_size} {num_rows} tokens; "
                 "dispatch the tensor with the same key, or build a key for this length"
             )
-        if tensor.dtype not in _ATTENTION_DTYPES:
-            raise InputError(f"{name} has dtype {tensor.dtype}; it must be bfloat16, float16, float32 or float64")
-        if tensor.dtype != q.dtype:
-            raise InputError(f"{name} has dtype {tensor.dtype} but q has {q.dtype}; cast them to one dtype")
-        if tensor.device != q.device:
-            raise InputError(f"{name} is on {tensor.device} but q is on {q.device}; move them to one device")
-    num_heads_q, num_heads_kv = q.shape[1], k.shape[1]
-    if v.shape[1] != num_heads_kv:
-        raise InputError(f"v has {v.shape[1]} heads but k has {num_heads_kv}; they must be equal")
-    if num_heads_kv == 0 or num_heads_q == 0 or num_heads_q % num_heads_kv:
-        raise InputError(f"num_heads_q={num_heads_q} is not a positive multiple of num_heads_kv={num_heads_kv}; repeat or drop heads")
-    if k.shape[2] != q.shape[2]:
-        raise InputError(f"k has head_dim {k.shape[2]} but q has {q.shape[2]}; they must be equal (v may differ)")
-
-
-def check_sink(sink: torch.Tensor, sink_layout: str, q: torch.Tensor) -> None:
-    """The sink against the query it joins.
-
-    Raises:
-        InputError: unknown layout, or a shape other than [num_sink, num_heads_q] ("sh") or [num_local_q, num_sink, num_heads_q] ("ssh").
-    """
-    shapes = {"sh": (-1, q.shape[1]), "ssh": (q.shape[0], -1, q.shape[1])}
-    if sink_layout not in shapes:
-        raise InputError(f'sink_layout={sink_layout!r} must be "sh" [num_sink, num_heads_q] or "ssh" [tokens, num_sink, num_heads_q]')
-    wanted = shapes[sink_layout]
-    if sink.dim() != len(wanted) or any(size not in (-1, got) for size, got in zip(wanted, sink.shape, strict=True)):
-        text = ", ".join("num_sink" if size == -1 else str(size) for size in wanted)
-        raise InputError(f'sink has shape {tuple(sink.shape)}; sink_layout="{sink_layout}" needs [{text}] for these queries')
-    if not sink.is_floating_point():
-        raise InputError(f"sink has dtype {sink.dtype}; it must be floating point, float32 for preference")
-    if sink.device != q.device:
-        raise InputError(f"sink is on {sink.device} but q is on {q.device}; move them to one device")
 
 
 # ---- check mode ----

@@ -12,9 +12,8 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from magi_attention.comm import group_cast, group_reduce
+from magi_attention.comm import SINGLE, CommGroup, group_cast, group_reduce
 from magi_attention.errors import InputError
 from magi_attention.plan.types import DispatchPlan, Exchange, Int64Array
 
@@ -44,12 +43,12 @@ class TokenOwners:
 
     Attributes:
         routes: the owners of all tokens, and the exchanges between them.
-        group: the (flat) cp group; None on one rank.
+        group: the cp group; rows travel on its flat form.
         timeout_s: bound on each exchange.
     """
 
     routes: Routes
-    group: dist.ProcessGroup | None = None
+    group: CommGroup = SINGLE
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from magi_attention.comm import Groups, Work, group_cast, group_reduce
+from magi_attention.comm import CommGroup, Work, group_cast, group_reduce
 from magi_attention.plan.types import Exchange, HierarchicalExchange, StepPlan
 
 
@@ -20,7 +20,14 @@ class Arrivals:
     """
 
     def __init__(
-        self, steps: Sequence[StepPlan], tensors: Sequence[torch.Tensor], group: Groups, *, is_overlapped: bool, timeout_s: float, what: str
+        self,
+        steps: Sequence[StepPlan],
+        tensors: Sequence[torch.Tensor],
+        group: CommGroup,
+        *,
+        is_overlapped: bool,
+        timeout_s: float,
+        what: str,
     ) -> None:
         self._steps = steps
         self._tensors = list(tensors)
@@ -56,7 +63,7 @@ class GradReturns:
     The sum is in step order and, inside a step, in rank order, so it is equal to the bit from run to run.
     """
 
-    def __init__(self, into: Sequence[torch.Tensor], group: Groups, *, is_overlapped: bool, timeout_s: float) -> None:
+    def __init__(self, into: Sequence[torch.Tensor], group: CommGroup, *, is_overlapped: bool, timeout_s: float) -> None:
         self._into = list(into)
         self._group = group
         self._is_overlapped = is_overlapped

@@ -5,21 +5,23 @@ Rank functions (`*_on_rank`) run in the processes of a rank pool and return nump
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from magi_attention.comm import SINGLE, comm_group
 from magi_attention.config import DispatchAlg, DispatchConfig, DistAttnConfig, MinHeapDispatchAlg, OverlapConfig
-from magi_attention.kernels.reference import attention_reference
+from magi_attention.kernels.reference import attention_reference, dense_attention
 from magi_attention.mask.slices import UNBOUNDED, AttnMask
 from magi_attention.plan.build import plan_attention
-from magi_attention.plan.types import RankPlan
+from magi_attention.plan.routes import token_routes
+from magi_attention.plan.types import DispatchPlan, RankPlan
 from magi_attention.runtime.attention import dist_attention
-from magi_attention.runtime.tokens import TokenOwners
+from magi_attention.runtime.rows import TokenOwners
 from magi_attention.testing.numerics import assert_close_to_reference
 
 Slices = Sequence[Sequence[int]]
@@ -29,7 +31,7 @@ def causal(lengths: Sequence[int], left: int | None = None) -> list[list[int]]:
     """Slices of documents one after another, each causal, with a window of `left` tokens when given."""
     borders = np.cumsum([0, *lengths]).tolist()
     lo = -UNBOUNDED if left is None else -left
-    return [[start, end, start, end, lo, 0] for start, end in zip(borders[:-1], borders[1:], strict=True) if end > start]
+    return [[start, end, start, end, lo, 0] for start, end in itertools.pairwise(borders) if end > start]
 
 
 def full(total_q: int, total_k: int) -> list[list[int]]:
@@ -115,12 +117,10 @@ class Problem:
         return drawn
 
 
-def group_of(num_ranks: int) -> dist.ProcessGroup | None:
-    return dist.group.WORLD if num_ranks > 1 else None
-
-
-def owners_of(plan: RankPlan, side: str = "q", **options: Any) -> TokenOwners:
-    return TokenOwners(plan.dispatch_q if side == "q" else plan.dispatch_k, plan.cp_rank, group_of(plan.cp_size), **options)
+def owners_of(dispatch: DispatchPlan, rank: int, num_tokens: int | None = None, group: Any = None) -> TokenOwners:
+    """Owners over `group`, by default all ranks of the call."""
+    found = SINGLE if dispatch.cp_size == 1 else comm_group(group)
+    return TokenOwners(token_routes(dispatch, rank, num_tokens), found, timeout_s=60.0)
 
 
 @dataclass
@@ -171,7 +171,7 @@ def forward_on_rank(problem: Problem, rank: int, num_ranks: int, group: Any = No
         leaves["k"],
         leaves["v"],
         plan,
-        group if group is not None else group_of(num_ranks),
+        group,
         problem.config,
         sink=leaves.get("sink"),
         sink_layout=problem.sink_layout or "sh",
@@ -238,36 +238,7 @@ def reference(problem: Problem) -> dict[str, torch.Tensor]:
 
 def eager(problem: Problem) -> dict[str, torch.Tensor]:
     """Plain attention in the problem's dtype: scores and probabilities rounded to it, as eager PyTorch does."""
-    return _with_grads(problem, _eager_attention, problem.inputs())
-
-
-def _eager_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dense: torch.Tensor,
-    *,
-    sink: Any,
-    sink_layout: str,
-    softmax_scale: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    group_size = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group_size, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~dense, -torch.inf)
-    max_logits = scores.flatten(1).amax(1) if scores[0].numel() else scores.new_full((q.shape[1],), -torch.inf)
-    if sink is not None:
-        per_row = sink.unsqueeze(0).expand(q.shape[0], -1, -1) if sink_layout == "sh" else sink  # [T, S, H]
-        scores = torch.cat([scores, per_row.permute(2, 0, 1).to(scores.dtype)], 2)
-    if scores.shape[2] == 0:
-        return q.new_zeros(*q.shape[:2], v.shape[2]) + 0 * q.sum(), q.new_full(q.shape[:2], -torch.inf), max_logits
-    lse = torch.logsumexp(scores.float() if scores.dtype != torch.float64 else scores, 2)
-    is_empty = lse.isneginf().unsqueeze(2)
-    weights = torch.softmax(scores.masked_fill(is_empty, 0.0), 2).masked_fill(is_empty, 0.0)[..., : k.shape[0]]
-    return torch.einsum("hqk,khd->qhd", weights.to(v.dtype), v), lse.T, max_logits
+    return _with_grads(problem, dense_attention, problem.inputs())
 
 
 def assert_parity(problem: Problem, parts: Sequence[dict[str, np.ndarray]], note: str = "") -> None:

@@ -13,7 +13,6 @@
 // first row with a doubly covered cell is never passed unnoticed; a pair test is exact, so nothing else is reported.
 #include "solver/overlap.h"
 
-#include <numeric>
 #include <set>
 #include <tuple>
 
@@ -31,33 +30,37 @@ struct ByKeyInRow {
     bool operator()(int32_t a, int32_t b) const { return std::pair(start(a), a) < std::pair(start(b), b); }
 };
 
+// Two non-negative numbers as one, so that sorting compares once.
+struct Keyed {
+    uint64_t key;
+    int32_t idx;
+};
+
+uint64_t packed(int32_t major, int32_t minor) { return uint64_t{static_cast<uint32_t>(major)} << 32 | static_cast<uint32_t>(minor); }
+
 int64_t shared_cells(const Slice& a, const Slice& b) { return area(intersect(a, b)); }
 
 }  // namespace
 
 CanonicalSlices canonical_slices(std::span<const Slice> slices) {
-    struct Entry {
-        Slice slice;
-        int32_t source;
+    std::vector<Slice> tight(slices.begin(), slices.end());
+    std::vector<Keyed> order;
+    order.reserve(slices.size());
+    for (size_t idx = 0; idx < tight.size(); ++idx)
+        if (tighten(tight[idx])) order.push_back({packed(tight[idx].q_start, tight[idx].k_start), static_cast<int32_t>(idx)});
+    // A tight slice holds its corner (q_start, k_start), so only slices that overlap have equal keys.
+    const auto rest = [&](const Keyed& entry) {
+        const Slice& s = tight[entry.idx];
+        return std::tuple(s.lo, s.hi, s.q_end, s.k_end, entry.idx);
     };
-    std::vector<Entry> entries;
-    entries.reserve(slices.size());
-    for (size_t idx = 0; idx < slices.size(); ++idx) {
-        Slice s = slices[idx];
-        if (tighten(s)) entries.push_back({s, static_cast<int32_t>(idx)});
-    }
-    const auto before = [](const Entry& a, const Entry& b) {
-        const Slice &x = a.slice, &y = b.slice;
-        return std::tie(x.q_start, x.k_start, x.lo, x.hi, x.q_end, x.k_end, a.source) <
-               std::tie(y.q_start, y.k_start, y.lo, y.hi, y.q_end, y.k_end, b.source);
-    };
-    std::sort(entries.begin(), entries.end(), before);
+    std::sort(order.begin(), order.end(),
+              [&](const Keyed& a, const Keyed& b) { return a.key != b.key ? a.key < b.key : rest(a) < rest(b); });
     CanonicalSlices out;
-    out.slices.reserve(entries.size());
-    out.source.reserve(entries.size());
-    for (const Entry& entry : entries) {
-        out.slices.push_back(entry.slice);
-        out.source.push_back(entry.source);
+    out.slices.reserve(order.size());
+    out.source.reserve(order.size());
+    for (const Keyed& entry : order) {
+        out.slices.push_back(tight[entry.idx]);
+        out.source.push_back(entry.idx);
     }
     return out;
 }
@@ -68,10 +71,10 @@ std::optional<Overlap> find_overlap(std::span<const Slice> slices) {
     std::set<int32_t, ByKeyInRow> active(ByKeyInRow{slices.data(), &row});
     using Position = std::set<int32_t, ByKeyInRow>::iterator;
     std::vector<Position> position(slices.size());
-    std::vector<int32_t> by_end(slices.size());
-    std::iota(by_end.begin(), by_end.end(), 0);
-    std::sort(by_end.begin(), by_end.end(),
-              [&](int32_t a, int32_t b) { return std::pair(slices[a].q_end, a) < std::pair(slices[b].q_end, b); });
+    std::vector<uint64_t> by_end(slices.size());  // (q_end, position)
+    for (int32_t idx = 0; idx < num_slices; ++idx) by_end[idx] = packed(slices[idx].q_end, idx);
+    std::sort(by_end.begin(), by_end.end());
+    const auto idx_of = [](uint64_t entry) { return static_cast<int32_t>(entry & 0xffffffffu); };
 
     const auto test = [&](Position left, Position right) -> std::optional<Overlap> {
         const int64_t num_cells = shared_cells(slices[*left], slices[*right]);
@@ -83,8 +86,8 @@ std::optional<Overlap> find_overlap(std::span<const Slice> slices) {
     for (int32_t idx = 0; idx < num_slices; ++idx) {
         row = slices[idx].q_start;
         // Removals first: comparisons are only valid among slices that cover the current row.
-        for (; next_end != by_end.end() && slices[*next_end].q_end <= row; ++next_end) {
-            const Position after = active.erase(position[*next_end]);
+        for (; next_end != by_end.end() && slices[idx_of(*next_end)].q_end <= row; ++next_end) {
+            const Position after = active.erase(position[idx_of(*next_end)]);
             if (after == active.begin() || after == active.end()) continue;
             if (const auto found = test(std::prev(after), after)) return found;
         }
@@ -97,7 +100,7 @@ std::optional<Overlap> find_overlap(std::span<const Slice> slices) {
     }
     // Slices still active may meet below the last insertion, once what lies between them has ended.
     for (; next_end != by_end.end(); ++next_end) {
-        const Position after = active.erase(position[*next_end]);
+        const Position after = active.erase(position[idx_of(*next_end)]);
         if (after == active.begin() || after == active.end()) continue;
         if (const auto found = test(std::prev(after), after)) return found;
     }

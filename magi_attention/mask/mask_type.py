@@ -12,6 +12,9 @@ class AttnMaskType(enum.Enum):
 
     FULL: all of them. CAUSAL: aligned bottom-right, the last query sees up to the last key. INVCAUSAL: aligned top-left, the
     first query sees from the first key on. BICAUSAL: both bounds, a diagonal band (empty when there are more queries than keys).
+
+    Attributes:
+        int_type: the number 0..3 that arrays of types hold.
     """
 
     FULL = "full"
@@ -20,7 +23,7 @@ class AttnMaskType(enum.Enum):
     BICAUSAL = "bi_causal"
 
     def __init__(self, _: str) -> None:
-        self._int_type = len(type(self).__members__)  # the order above is the order of the ints
+        self.int_type = len(type(self).__members__)  # the order above is the order of the ints
 
     @classmethod
     def _missing_(cls, value: object) -> AttnMaskType:
@@ -34,10 +37,10 @@ class AttnMaskType(enum.Enum):
             InputError: another number.
         """
         for kind in cls:
-            if kind._int_type == int_type:
+            if kind.int_type == int_type:
                 return kind
         raise InputError(f"attn_type={int_type!r} is unknown; pass 0 (full), 1 (causal), 2 (inv_causal) or 3 (bi_causal)")
 
     def to_int_type(self) -> int:
         """0 FULL, 1 CAUSAL, 2 INVCAUSAL, 3 BICAUSAL."""
-        return self._int_type
+        return self.int_type

@@ -188,6 +188,6 @@ def _totals(total_q: Any, total_k: Any) -> tuple[int, int]:
 
 
 def _range_array(name: str, ranges: Any) -> Int64Array:
-    if isinstance(ranges, (list, tuple)) and any(hasattr(entry, "seqlen") for entry in ranges):
+    if isinstance(ranges, (list, tuple)) and ranges and hasattr(ranges[0], "seqlen"):
         ranges = AttnRanges.from_ranges(ranges)  # a plain list of AttnRange
     return int_array(name, ranges, columns=2)

@@ -32,7 +32,7 @@ def type_array(name: str, types: Any, num_ranges: int) -> Int64Array:
     if isinstance(types, (AttnMaskType, str)):
         return np.full(num_ranges, _type_number(name, types), np.int64)
     if not hasattr(types, "dtype"):
-        types = [_type_number(name, kind) if isinstance(kind, (AttnMaskType, str)) else kind for kind in types]
+        types = [kind.int_type if type(kind) is AttnMaskType else _type_number(name, kind) for kind in types]
     numbers = int_array(name, types)
     if len(numbers) != num_ranges:
         raise InputError(f"{name} has {len(numbers)} types for {num_ranges} q_ranges; pass one per range, or None for all full")
@@ -43,9 +43,12 @@ def type_array(name: str, types: Any, num_ranges: int) -> Int64Array:
     return numbers
 
 
-def _type_number(name: str, kind: AttnMaskType | str) -> int:
+def _type_number(name: str, kind: Any) -> Any:
+    """The number of a type or its name; anything else passes on to the check of numbers."""
+    if not isinstance(kind, (AttnMaskType, str)):
+        return kind
     try:
-        return (kind if isinstance(kind, AttnMaskType) else AttnMaskType(kind)).to_int_type()
+        return (kind if isinstance(kind, AttnMaskType) else AttnMaskType(kind)).int_type
     except InputError as fault:
         raise InputError(f"{name}: {fault}") from None
 

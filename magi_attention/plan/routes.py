@@ -1,4 +1,4 @@
-"""Which tokens a rank needs for undispatch and roll, as exchanges made once per dispatch. Pure integers; sends nothing, knows no tensor."""
+"""Which tokens a rank needs to roll the global order, as exchanges made once per dispatch. Pure integers; sends nothing, knows no tensor."""
 
 from __future__ import annotations
 
@@ -33,15 +33,6 @@ class TokenRoutes:
         assert 0 <= self.num_tokens <= dispatch.total_tokens, f"num_tokens={num_tokens} of {dispatch.total_tokens}"
         self._kept: OrderedDict[Hashable, object] = OrderedDict()
         self._lock = threading.Lock()  # backward may run on another thread
-
-    def gather(self) -> Exchange:
-        """Every rank receives every token (padding included) in global order."""
-
-        def build() -> Exchange:
-            everything = np.array([[0, self.dispatch.total_tokens]], np.int32)[: min(1, self.dispatch.total_tokens)]
-            return exchange_for_wanted_tokens([everything] * self.dispatch.cp_size, self.dispatch, self.cp_rank)
-
-        return self._cached("gather", build)
 
     def roll(self, shift: int, borders: tuple[int, ...] | None = None) -> tuple[Exchange, Int64Array]:
         """The rows of y[i] = x[i - shift] that have a source, in row order, and the local rows they fill, ascending.

@@ -109,8 +109,14 @@ def dist_attention(
     call = AttentionCall(plan, _group_of(plan, group), config, sink_layout, scale, float(softcap), return_max_logits)
     if env.check_enabled():
         checks.check_plan(plan)
-        digest = checks.call_digest(q, k, v, sink, plan, sink_layout, scale, softcap, return_max_logits, config)
-        checks.check_agreement(digest, "dist_attention", call.flat_group, q.device)
+        options = {
+            "sink_layout": sink_layout,
+            "softmax_scale": scale,
+            "softcap": softcap,
+            "max logits": return_max_logits,
+            "config": config,
+        }
+        checks.check_agreement(q, k, v, sink, plan, call.group, options)
     out, lse, max_logits = _DistAttention.apply(q, k, v, sink, call)  # type: ignore[no-untyped-call]
     return out, lse, max_logits
 
@@ -259,4 +265,4 @@ class _BadValueGuard:
 
     def report(self, call: AttentionCall, device: torch.device) -> None:
         if self._is_on:
-            checks.check_no_bad_value(self._found, call.flat_group, device)
+            checks.check_no_bad_value(self._found, call.group, device)

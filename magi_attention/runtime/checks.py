@@ -13,10 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from magi_attention.comm import CommGroup, agree
 from magi_attention.errors import InputError
 from magi_attention.plan.types import RankPlan, StepPlan
-
-_DIGEST_WORDS = 8
 
 
 def check_local_rows(q: torch.Tensor, k: torch.Tensor, plan: RankPlan) -> None:
@@ -61,34 +60,32 @@ def _check_step(place: str, step: StepPlan, plan: RankPlan, *, is_local: bool) -
     assert np.array_equal(np.sort(exchange.recv_rows), np.arange(step.num_keys)), f"{place}: received rows do not tile the buffer"
 
 
-def call_digest(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, plan: RankPlan, *options: object) -> str:
-    """Stable hash of everything about a call that all ranks must agree on."""
-    facts = [
-        *(str((tuple(x.shape[1:]), x.dtype)) for x in (q, k, v)),
-        str(k.requires_grad or v.requires_grad),
-        "no sink" if sink is None else f"sink {sink.dim()}",
-        *(repr(option) for option in options),
-        str((plan.cp_size, len(plan.forward), len(plan.backward))),
-    ]
-    digest = hashlib.sha256("\n".join(facts).encode())
+def check_agreement(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    plan: RankPlan,
+    group: CommGroup,
+    options: dict[str, object],
+) -> None:
+    """Raise the same InputError on every rank when they differ in anything a call must share. Collective."""
+    facts = {
+        **{name: f"{tuple(x.shape[1:])} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v))},
+        "k or v requires grad": k.requires_grad or v.requires_grad,
+        "sink": None if sink is None else tuple(sink.shape[-2:]),
+        **options,
+        "steps": (len(plan.forward), len(plan.backward)),
+        "area": int(plan.rank_areas.sum()),
+    }
+    text = ", ".join(f"{name} {value}" for name, value in facts.items())
+    digest = hashlib.sha256(text.encode())
     for dispatch in (plan.dispatch_q, plan.dispatch_k):
         digest.update(np.array([dispatch.total_tokens, dispatch.chunk_size], "<i8").tobytes())
         digest.update(dispatch.chunk_owner.astype("<i4").tobytes())
-    for areas in (plan.rank_areas, plan.rank_recv_rows, plan.rank_send_rows):
-        digest.update(areas.astype("<i8").tobytes())
-    return digest.hexdigest()
-
-
-def check_agreement(digest: str, what: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Raise the same InputError on every rank of `group` when their digests differ. Collective."""
-    words = [int(digest[4 * index : 4 * index + 4], 16) for index in range(_DIGEST_WORDS)]
-    seen = _gather_ints(words, group, device)
-    if any(other != seen[0] for other in seen):
-        differing = [rank for rank, other in enumerate(seen) if other != seen[0]]
-        raise InputError(
-            f"{what}: ranks {differing} of the cp group disagree with rank 0 about shapes, dtypes, options or the key; "
-            "every rank must make the same calls with equal keys in the same order"
-        )
+    for counts in (plan.rank_areas, plan.rank_recv_rows, plan.rank_send_rows):
+        digest.update(counts.astype("<i8").tobytes())
+    agree(group, "attention call", digest.digest(), text)
 
 
 def first_bad_value(name: str, tensor: torch.Tensor, step: int, *, is_minus_inf_legal: bool = False) -> tuple[int, ...] | None:
@@ -104,7 +101,7 @@ def first_bad_value(name: str, tensor: torch.Tensor, step: int, *, is_minus_inf_
 _GUARDED = ("out", "lse", "dout", "dq", "dk", "dv")
 
 
-def check_no_bad_value(found: Sequence[int] | None, group: dist.ProcessGroup | None, device: torch.device) -> None:
+def check_no_bad_value(found: Sequence[int] | None, group: CommGroup, device: torch.device) -> None:
     """Raise the same FloatingPointError on every rank when any rank found a bad value. Collective."""
     seen = _gather_ints(list(found) if found is not None else [-1, -1, -1], group, device)
     for rank, (step, name_idx, flat_idx) in enumerate(seen):
@@ -115,10 +112,10 @@ def check_no_bad_value(found: Sequence[int] | None, group: dist.ProcessGroup | N
             )
 
 
-def _gather_ints(values: list[int], group: dist.ProcessGroup | None, device: torch.device) -> list[list[int]]:
-    ours = torch.tensor(values, dtype=torch.int64, device=device)
-    if group is None:
+def _gather_ints(values: list[int], group: CommGroup, device: torch.device) -> list[list[int]]:
+    if group.is_single:
         return [values]
-    parts = [torch.empty_like(ours) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, ours, group=group)
+    ours = torch.tensor(values, dtype=torch.int64, device=device)
+    parts = [torch.empty_like(ours) for _ in range(group.size)]
+    dist.all_gather(parts, ours, group=group.flat)
     return [part.tolist() for part in parts]

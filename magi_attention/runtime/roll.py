@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from magi_attention.comm import group_cast
 from magi_attention.errors import InputError
 from magi_attention.plan.types import Exchange
-from magi_attention.runtime.rows import TokenOwners, require_tokens, rows_back, rows_first, send_rows, sum_rows, uploaded
+from magi_attention.runtime.rows import TokenOwners, require_tokens, rows_back, rows_first, sum_rows, uploaded
 from magi_attention.runtime.tokens import document_borders
 
 
@@ -53,7 +54,7 @@ def roll(
         raise InputError(f"shift={shift!r} must be an int, in tokens")
     borders = tuple(document_borders(cu_seqlens, owners.num_tokens).tolist()) if within_documents else None
     exchange, filled_rows = owners.routes.roll(int(shift), borders)
-    filled = None if len(filled_rows) == owners.num_local_tokens else uploaded(exchange, "filled", filled_rows, x_local.device)
+    filled = None if len(filled_rows) == owners.num_local_tokens else uploaded(exchange, "filled", lambda: filled_rows, x_local.device)
     rolled: torch.Tensor = _Roll.apply(x_local, exchange, filled, owners, dim, fill_value if within_documents else 0)  # type: ignore[no-untyped-call]
     return rolled
 
@@ -64,7 +65,7 @@ class _Roll(torch.autograd.Function):
         ctx: Any, x_local: torch.Tensor, exchange: Exchange, filled: torch.Tensor | None, owners: TokenOwners, dim: int, fill_value: float
     ) -> torch.Tensor:
         ctx.exchange, ctx.filled, ctx.owners, ctx.dim = exchange, filled, owners, dim
-        rows = send_rows(exchange, rows_first(x_local, dim), owners, "roll")
+        rows = group_cast(exchange, [rows_first(x_local, dim)], owners.group, timeout_s=owners.timeout_s, what="roll").wait()[0]
         if filled is not None:
             whole = torch.full((owners.num_local_tokens, *rows.shape[1:]), fill_value, dtype=rows.dtype, device=rows.device)
             whole[owners.num_real_local_tokens :] = 0

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from magi_attention.comm import SINGLE, CommGroup, group_cast, group_reduce
+from magi_attention.comm import SINGLE, CommGroup, group_reduce
 from magi_attention.errors import InputError
 from magi_attention.plan.types import DispatchPlan, Exchange, Int64Array
 
@@ -31,8 +32,6 @@ class Routes(Protocol):
 
     @property
     def num_tokens(self) -> int: ...
-
-    def gather(self) -> Exchange: ...
 
     def roll(self, shift: int, borders: tuple[int, ...] | None = None) -> tuple[Exchange, Int64Array]: ...
 
@@ -75,8 +74,7 @@ class TokenOwners:
     def token_index(self, device: torch.device) -> torch.Tensor:
         """int64 [local tokens]: global token id of each local row, ascending. Shared: do not write to it."""
         dispatch, rank = self.routes.dispatch, self.routes.cp_rank
-        gather = self.routes.gather()  # lives as long as the routes, so it can name what was uploaded for them
-        return uploaded(gather, "tokens", dispatch.position_ids(rank), device)
+        return uploaded(dispatch, f"tokens of rank {rank}", lambda: dispatch.position_ids(rank), device)
 
 
 def require_tokens(tensor: torch.Tensor, dim: int, num_tokens: int, name: str) -> int:
@@ -105,36 +103,22 @@ def rows_back(rows: torch.Tensor, dim: int) -> torch.Tensor:
     return rows.movedim(0, dim).contiguous()
 
 
-def send_rows(exchange: Exchange, rows: torch.Tensor, owners: TokenOwners, what: str) -> torch.Tensor:
-    """Rows of the receive buffer of `exchange`, [num_rows_out, ...]. Collective; on one rank nothing is sent."""
-    if exchange.cp_size == 1:
-        sources = uploaded(exchange, "send", exchange.send_rows, rows.device)
-        received = torch.empty((exchange.num_rows_out, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-        return received.index_copy_(0, uploaded(exchange, "recv", exchange.recv_rows, rows.device), rows.index_select(0, sources))
-    return group_cast(exchange, [rows], owners.group, timeout_s=owners.timeout_s, what=what).wait()[0]
-
-
 def sum_rows(exchange: Exchange, rows: torch.Tensor, owners: TokenOwners, what: str) -> torch.Tensor:
-    """The transpose of send_rows: [num_rows_in, ...], the sum of what all ranks hold for each row, in rank order and fp32 (fp64)."""
-    accumulate_dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    total = torch.zeros((exchange.num_rows_in, *rows.shape[1:]), dtype=accumulate_dtype, device=rows.device)
-    partial = rows.to(accumulate_dtype)
-    if exchange.cp_size == 1:
-        partial = partial.index_select(0, uploaded(exchange, "recv", exchange.recv_rows, rows.device))
-        total.index_add_(0, uploaded(exchange, "send", exchange.send_rows, rows.device), partial)
-    else:
-        group_reduce(exchange, [partial], owners.group, into=[total], timeout_s=owners.timeout_s, what=what).wait()
+    """The transpose of a cast: [num_rows_in, ...], the sum of what all ranks hold for each row, in rank order and fp32 (fp64)."""
+    sum_dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    total = torch.zeros((exchange.num_rows_in, *rows.shape[1:]), dtype=sum_dtype, device=rows.device)
+    group_reduce(exchange, [rows], owners.group, into=[total], timeout_s=owners.timeout_s, what=what).wait()
     return total.to(rows.dtype)
 
 
-_uploads: weakref.WeakKeyDictionary[Exchange, dict[tuple[str, torch.device], torch.Tensor]] = weakref.WeakKeyDictionary()
+_uploads: weakref.WeakKeyDictionary[DispatchPlan | Exchange, dict[tuple[str, torch.device], torch.Tensor]] = weakref.WeakKeyDictionary()
 _uploads_lock = threading.Lock()
 
 
-def uploaded(exchange: Exchange, name: str, rows: Int64Array, device: torch.device) -> torch.Tensor:
-    """`rows` as an int64 tensor on `device`, copied there once and kept as long as `exchange`."""
+def uploaded(record: DispatchPlan | Exchange, name: str, rows: Callable[[], Int64Array], device: torch.device) -> torch.Tensor:
+    """Row indices of a record as an int64 tensor on `device`, copied there once and kept as long as the record."""
     with _uploads_lock:
-        of_exchange = _uploads.setdefault(exchange, {})
-        if (name, device) not in of_exchange:
-            of_exchange[name, device] = torch.from_numpy(rows.copy()).to(device)
-        return of_exchange[name, device]
+        of_record = _uploads.setdefault(record, {})
+        if (name, device) not in of_record:
+            of_record[name, device] = torch.from_numpy(rows().copy()).to(device)
+        return of_record[name, device]

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from magi_attention.comm import gather_rows, scatter_reduce_rows
 from magi_attention.errors import InputError
-from magi_attention.runtime.rows import TokenOwners, require_tokens, rows_back, rows_first, send_rows, sum_rows
+from magi_attention.runtime.rows import TokenOwners, require_tokens, rows_back, rows_first
 
 
 def dispatch(x: torch.Tensor, owners: TokenOwners, *, dim: int = 0, pad_value: float = 0.0) -> torch.Tensor:
@@ -87,7 +88,7 @@ class _Undispatch(torch.autograd.Function):
         rows = rows_first(grad, dim)
         if owners.num_padded_tokens:
             rows = torch.cat([rows, rows.new_zeros((owners.num_padded_tokens, *rows.shape[1:]))])
-        summed = sum_rows(owners.routes.gather(), rows, owners, "gradient of undispatch")
+        summed = scatter_reduce_rows(rows, owners.routes.dispatch, owners.group, timeout_s=owners.timeout_s, what="gradient of undispatch")
         return rows_back(summed, dim), None, None, None
 
 
@@ -103,7 +104,7 @@ def _take_local(x: torch.Tensor, owners: TokenOwners, dim: int, pad_value: float
 
 
 def _gather(x_local: torch.Tensor, owners: TokenOwners, dim: int, what: str) -> torch.Tensor:
-    rows = send_rows(owners.routes.gather(), rows_first(x_local, dim), owners, what)
+    rows = gather_rows(rows_first(x_local, dim), owners.routes.dispatch, owners.group, timeout_s=owners.timeout_s, what=what)
     return rows_back(rows[: owners.num_tokens], dim)
 
 

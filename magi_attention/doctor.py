@@ -80,6 +80,9 @@ def _base_findings(facts: MachineFacts) -> list[Finding]:
         rule = ".".join(map(str, OLDEST_TORCH))
         text = f"torch {facts.torch.version} is older than {rule}, the oldest supported"
         found.append(Finding("torch_version", Severity.BROKEN, text, f"python -m pip install 'torch>={rule}'"))
+    if "kernels" in facts.errors:
+        text = f"the kernel selection does not run: {facts.errors['kernels']}"
+        found.append(Finding("kernels", Severity.BROKEN, text, "python -m pip install --force-reinstall --no-deps magi-attention"))
     if not facts.torch.has_gloo:
         text = "torch.distributed has no gloo, so CPU tensors cannot be exchanged between ranks"
         found.append(
@@ -118,8 +121,9 @@ def _gpu_findings(facts: MachineFacts, torch: TorchFacts) -> list[Finding]:
     for major, minor in foreign:
         text = f"a GPU of compute capability {major}.{minor} is here, and torch {torch.version} has code for {', '.join(torch.archs)} only"
         found.append(Finding("architecture", Severity.DEGRADED, text, "install a torch build that lists this GPU's architecture"))
-    text = "this build has no compiled CUDA attention kernel; CUDA tensors run the blocked path in torch, exact but slower"
-    found.append(Finding("no_cuda_kernel", Severity.NOTE, text, "nothing to do on this machine; a later release brings the kernels"))
+    if any(kernel.device_type == "cuda" and kernel.chosen == "blocked" for kernel in facts.kernels):
+        text = "no compiled CUDA attention kernel is used; CUDA tensors run the blocked path in torch, exact but slow"
+        found.append(Finding("no_cuda_kernel", Severity.NOTE, text, "see the reasons above; a build with the kernels is needed"))
     if torch.num_devices > 1 and torch.nccl is None:
         text = f"{torch.num_devices} GPUs, but torch.distributed has no NCCL, so CUDA tensors cannot be exchanged between ranks"
         found.append(Finding("nccl", Severity.DEGRADED, text, "install an official Linux CUDA build of torch"))
@@ -184,10 +188,14 @@ def choices(facts: MachineFacts) -> tuple[Choice, ...]:
     if facts.torch is None:
         return ()
     num_devices, nccl = facts.torch.num_devices, facts.torch.nccl
-    kernel_why = (
-        "the compiled CUDA kernels (ffa) are not part of this build" if num_devices else "no CUDA device; torch matmuls over blocks"
-    )
-    picked = [Choice("kernel", "blocked", kernel_why)]
+    picked = [
+        Choice(
+            f"kernel for {kernel.device_type} tensors",
+            kernel.chosen,
+            f"not ffa: {'; '.join(kernel.reasons)}" if kernel.reasons else "ffa fits",
+        )
+        for kernel in facts.kernels
+    ]
     if num_devices and nccl is not None:
         picked.append(Choice("exchange of CUDA tensors", "a2av over NCCL", f"NCCL {nccl}; the native transport is not part of this build"))
     if facts.torch.has_gloo:
@@ -202,12 +210,13 @@ def _fact_lines(facts: MachineFacts) -> list[tuple[str, str]]:
     torch = facts.torch
     gpus = [f"{gpu.name}, capability {gpu.capability[0]}.{gpu.capability[1]}, {gpu.memory_mib} MiB" for gpu in facts.gpus]
     nvshmem = [f"{name} {version}" for name, version in facts.nvshmem.items()]
+    with_ffa = [kernel.device_type for kernel in facts.kernels if kernel.chosen == "ffa"]
     lines = [
         ("package", f"{facts.package} at {facts.location}"),
         ("python", facts.python),
         ("system", f"{facts.system}, {facts.num_cpus} CPUs"),
         ("solver", facts.solver or "not running"),
-        ("cuda kernels", "none in this build"),
+        ("cuda kernels", "usable" if with_ffa else "none usable"),
         ("torch", f"{torch.version}, CUDA {torch.cuda or 'none (CPU build)'}" if torch else "not importable"),
         ("driver", facts.driver or "none"),
         ("gpus", "; ".join(gpus) or "none"),

@@ -53,6 +53,15 @@ class TorchFacts:
 
 
 @dataclass(frozen=True)
+class KernelFacts:
+    """What "auto" resolves to for bf16 tensors of one device type. `reasons` are those against the compiled CUDA kernels."""
+
+    device_type: str
+    chosen: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class MachineFacts:
     """Everything the doctor judges. A part that could not be read is None, its error in `errors`."""
 
@@ -63,6 +72,7 @@ class MachineFacts:
     num_cpus: int
     solver: str | None
     torch: TorchFacts | None
+    kernels: tuple[KernelFacts, ...]
     gpus: tuple[Gpu, ...]
     driver: str | None
     infiniband: tuple[str, ...]
@@ -87,6 +97,18 @@ def read_torch() -> TorchFacts:
         nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         peers_reachable=all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs),
     )
+
+
+def read_kernels(has_gpu: bool) -> tuple[KernelFacts, ...]:
+    """Asks the selection itself. Imported here by name because a broken torch must not keep the doctor from reporting."""
+    torch: Any = importlib.import_module("torch")
+    select: Any = importlib.import_module("magi_attention.kernels.select")
+    found = []
+    for device_type in ("cpu", "cuda") if has_gpu else ("cpu",):
+        desc = select.AttentionDesc(device_type, torch.bfloat16, num_heads_q=8, num_heads_kv=2, head_dim=128, head_dim_v=128)
+        reasons = tuple(select.reasons_against_ffa(desc))
+        found.append(KernelFacts(device_type, select.choose(desc), reasons))
+    return tuple(found)
 
 
 def read_solver() -> str:
@@ -124,6 +146,7 @@ class Probes:
     """Every look at the outside world. Tests pass their own; nothing else of the doctor touches the machine."""
 
     torch: Callable[[], TorchFacts] = read_torch
+    kernels: Callable[[bool], tuple[KernelFacts, ...]] = read_kernels
     solver: Callable[[], str] = read_solver
     nvidia_smi: Callable[[], str] = read_nvidia_smi
     package_version: Callable[[str], str | None] = read_package_version
@@ -156,6 +179,8 @@ def read_machine(probes: Probes) -> MachineFacts:
 
     gpus, driver = _parse_gpus(ask("nvidia_smi", probes.nvidia_smi, ""))
     found = {name: ask(name, functools.partial(probes.package_version, name), None) for name in NVSHMEM_PACKAGES}
+    torch = ask("torch", probes.torch, None)
+    kernels = ask("kernels", functools.partial(probes.kernels, torch.num_devices > 0), ()) if torch else ()
     device_files = ask("devices", functools.partial(probes.folder, "/dev"), ())
     return MachineFacts(
         package=str(magi_attention.__version__),
@@ -164,7 +189,8 @@ def read_machine(probes: Probes) -> MachineFacts:
         system=f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver()) or 'unknown libc'}",
         num_cpus=os.cpu_count() or 1,
         solver=ask("solver", probes.solver, None),
-        torch=ask("torch", probes.torch, None),
+        torch=torch,
+        kernels=kernels,
         gpus=gpus,
         driver=driver,
         infiniband=ask("infiniband", functools.partial(probes.folder, "/sys/class/infiniband"), ()),

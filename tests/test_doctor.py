@@ -8,7 +8,7 @@ import json
 import pytest
 
 from magi_attention import doctor
-from magi_attention.machine_facts import Probes, TorchFacts, read_machine
+from magi_attention.machine_facts import KernelFacts, Probes, TorchFacts, read_machine
 
 HEALTHY_TORCH = TorchFacts(
     version="2.13.0+cu130",
@@ -23,6 +23,10 @@ CPU_TORCH = TorchFacts("2.13.0+cpu", None, 0, (), True, None, True)
 TWO_GPUS = "NVIDIA H200, 580.65.06, 9.0, 143771\nNVIDIA H200, 580.65.06, 9.0, 143771\n"
 
 
+def blocked_kernels(has_gpu: bool) -> tuple[KernelFacts, ...]:
+    return tuple(KernelFacts(device, "blocked", ("none compiled",)) for device in (("cpu", "cuda") if has_gpu else ("cpu",)))
+
+
 def probes(
     torch: TorchFacts = HEALTHY_TORCH, *, smi: str = TWO_GPUS, packages: dict[str, str] | None = None, folders=None, **others
 ) -> Probes:
@@ -30,6 +34,7 @@ def probes(
     folders = {"/sys/class/infiniband": ("mlx5_0",), "/dev": ("gdrdrv", "infiniband", "null")} if folders is None else folders
     answers = {
         "torch": lambda: torch,
+        "kernels": blocked_kernels,
         "solver": lambda: "solver C++20",
         "nvidia_smi": lambda: smi,
         "package_version": packages.get,
@@ -51,6 +56,22 @@ def test_healthy_gpu_node_has_only_the_note_about_kernels(capsys):
     assert doctor.main([], probes()) == 0
     text = capsys.readouterr().out
     assert "healthy" in text and "NVIDIA H200" in text and "NCCL 2.28.3" in text
+
+
+def test_compiled_kernels_are_no_finding(capsys):
+    def compiled(has_gpu: bool) -> tuple[KernelFacts, ...]:
+        return (KernelFacts("cpu", "blocked", ("q is on cpu",)), KernelFacts("cuda", "ffa", ()))
+
+    assert named(probes(kernels=compiled)) == {}
+    assert doctor.main([], probes(kernels=compiled)) == 0
+    assert "kernel for cuda tensors: ffa (ffa fits)" in capsys.readouterr().out
+
+
+def test_selection_that_fails_is_broken():
+    def broken(has_gpu: bool) -> tuple[KernelFacts, ...]:
+        raise ImportError("magi_attention.kernels.select")
+
+    assert named(probes(CPU_TORCH, smi="", kernels=broken))["kernels"].severity is doctor.Severity.BROKEN
 
 
 def test_healthy_cpu_machine_has_no_finding(capsys):

@@ -50,24 +50,28 @@ def plot_mask(
         raise UnsupportedError(f"plotting a mask needs matplotlib ({fault}); pip install 'magi-attention[plot]'") from None
     q_edges, k_edges = grid_edges(total_q, max_cells), grid_edges(total_k, max_cells)
     share = visible_share(slices, q_edges, k_edges) if total_q and total_k else np.zeros((1, 1))
-    figure = Figure(figsize=(6.4, 5.6), layout="constrained")
+    figure = Figure(figsize=(6.4, 5.6), layout="compressed")
     FigureCanvasAgg(figure)  # a canvas of its own: no window system, no global pyplot state
     axes = figure.add_subplot()
-    extent = (0, max(total_k, 1), max(total_q, 1), 0)
+    # Whole cells, also where the last one is short; the limits then cut the picture at the mask's edge.
+    extent = (0, share.shape[1] * int(k_edges[:2][-1] or 1), share.shape[0] * int(q_edges[:2][-1] or 1), 0)
     # The root of the share and colours that start well off white keep a thin band visible: a window of 128 keys fills a few
     # percent of a cell of 2,048 tokens.
     colours = ListedColormap(colormaps["YlGnBu"](np.linspace(0.3, 1.0, 256)))
     shown = np.ma.masked_equal(share, 0.0)
     image = axes.imshow(shown, extent=extent, norm=PowerNorm(0.5, 0.0, 1.0), cmap=colours, interpolation="nearest", aspect="auto")
+    axes.set_xlim(0, max(total_k, 1))
+    axes.set_ylim(max(total_q, 1), 0)
     if total_q and total_k and max(total_q / total_k, total_k / total_q) <= 4:
         axes.set_aspect("equal")
-    if max(total_q, total_k) <= MAX_GRID_LINES:
+    if max(total_q, total_k) <= min(MAX_GRID_LINES, max_cells):
         axes.set_xticks(range(total_k + 1), minor=True)
         axes.set_yticks(range(total_q + 1), minor=True)
         axes.grid(which="minor", color="0.85", linewidth=0.5)
         axes.tick_params(which="minor", length=0)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5, integer=True))
+        axis.remove_overlapping_locs = False  # frames also where a labelled tick is
         axis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
     axes.set_xlabel("key token")
     axes.set_ylabel("query token")
@@ -75,4 +79,4 @@ def plot_mask(
     axes.set_title(title or f"{total_q:,} queries x {total_k:,} keys, {len(slices):,} slice{plural}", fontsize="medium")
     if max(total_q, total_k) > max_cells:  # else a cell is one token, visible or not
         figure.colorbar(image, ax=axes, label="visible share of the cell", fraction=0.045, pad=0.03)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, bbox_inches="tight")

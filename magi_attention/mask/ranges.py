@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import array
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
 from magi_attention.errors import InputError
 from magi_attention.mask.attn_range import AttnRange, NaiveRange
 from magi_attention.mask.inputs import Int64Array, int_array, offsets
-
-if TYPE_CHECKING:
-    import torch
 
 _MAX_TOKENS = (1 << 30) - 1
 
@@ -258,8 +255,8 @@ class AttnRanges:
             raise InputError(f"{self} does not tile [0, {seq_len}) in order, so it has no cu_seqlens")
         return [0, *self._bounds[1::2]]
 
-    def to_tensor(self, device: torch.device | str | int = "cpu") -> torch.Tensor:
-        """int32 tensor [n, 2] on `device`."""
+    def to_tensor(self, device: Any = "cpu") -> Any:
+        """int32 torch.Tensor [n, 2] on `device` (a torch.device or what makes one)."""
         import torch  # the one place that needs it, see the top of the file
 
         return torch.from_numpy(self.to_array().astype(np.int32)).to(device)

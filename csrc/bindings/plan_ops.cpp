@@ -46,6 +46,15 @@ StepRule read_rule(const Arrays& inputs) {
             inputs.scalar("pair_cost_fs"), inputs.scalar("row_cost_fs"), inputs.scalar("start_cost_fs")};
 }
 
+// int32 [n, 2] half-open ranges.
+Intervals read_intervals(const Arrays& inputs, const std::string& name) {
+    const auto values = inputs.view<int32_t>(name);
+    if (values.size() % 2 != 0) throw InputError("array '" + name + "' must have pairs");
+    Intervals intervals(values.size() / 2);
+    for (size_t idx = 0; idx < intervals.size(); ++idx) intervals[idx] = {values[2 * idx], values[2 * idx + 1]};
+    return intervals;
+}
+
 int32_t read_rank(const Arrays& inputs, const Ownership& keys) {
     const int64_t rank = inputs.scalar("cp_rank");
     if (rank < 0 || rank >= keys.cp_size()) throw InputError("cp_rank=" + std::to_string(rank) + " is not a rank below " + std::to_string(keys.cp_size()));
@@ -136,14 +145,14 @@ void op_plan_rank(const Arrays& inputs, Arrays& outputs) {
 // wanted int32 [n, 2] of all ranks one after the other, wanted_ends int64 [R], k_* (read_ownership), cp_rank -> send, recv, rows.
 void op_wanted_exchange(const Arrays& inputs, Arrays& outputs) {
     const Ownership keys = read_ownership(inputs, "k");
-    const auto ranges = inputs.view<Interval>("wanted");
+    const Intervals ranges = read_intervals(inputs, "wanted");
     const auto ends = inputs.view<int64_t>("wanted_ends");
     if (static_cast<int64_t>(ends.size()) != keys.cp_size()) throw InputError("wanted has " + std::to_string(ends.size()) + " ranks; cp_size is " + std::to_string(keys.cp_size()));
     std::vector<std::span<const Interval>> wanted;
     int64_t start = 0;
     for (const int64_t end : ends) {
         if (end < start || end > static_cast<int64_t>(ranges.size())) throw InputError("wanted_ends must ascend inside wanted");
-        wanted.push_back(ranges.subspan(static_cast<size_t>(start), static_cast<size_t>(end - start)));
+        wanted.push_back(std::span(ranges).subspan(static_cast<size_t>(start), static_cast<size_t>(end - start)));
         start = end;
     }
     set_exchange(outputs, "", build_wanted_exchange(keys, wanted, read_rank(inputs, keys)));
@@ -152,18 +161,18 @@ void op_wanted_exchange(const Arrays& inputs, Arrays& outputs) {
 // Local slices int32 [N, 6], q_runs and k_runs int32 [n, 2] (tokens of the two buffers, in row order) -> fragments int32 [M, 6]: the same
 // cells in global tokens, one fragment per pair of runs. The inverse of building local slices, for checks.
 void op_globalize(const Arrays& inputs, Arrays& outputs) {
-    const auto to_index = [&](const std::string& name) {
-        const auto runs = inputs.view<Interval>(name);
-        return RowIndex(Intervals(runs.begin(), runs.end()));
-    };
-    const RowIndex queries = to_index("q_runs"), keys = to_index("k_runs");
+    const RowIndex queries(read_intervals(inputs, "q_runs")), keys(read_intervals(inputs, "k_runs"));
     outputs.set("fragments", flat(globalize(inputs.view<Slice>("slices"), queries, keys)));
 }
 
-// Per fragment the number of its cells that the mask has: fragments, slices int32 [n, 6] -> seen int64 [n].
+// Per fragment, all its cells and those that the mask has: fragments, slices int32 [n, 6] -> cells, seen int64 [n].
 // Slices must be sorted by q_start.
 void op_seen_cells(const Arrays& inputs, Arrays& outputs) {
-    outputs.set("seen", count_seen_cells(inputs.view<Slice>("fragments"), inputs.view<Slice>("slices")));
+    const auto fragments = inputs.view<Slice>("fragments");
+    std::vector<int64_t> cells;
+    for (const Slice& fragment : fragments) cells.push_back(area(fragment));
+    outputs.set("cells", std::move(cells));
+    outputs.set("seen", count_seen_cells(fragments, inputs.view<Slice>("slices")));
 }
 
 }  // namespace magi

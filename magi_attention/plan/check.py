@@ -102,9 +102,9 @@ def _check_cells(mask: AttnMask, plan: RankPlan, steps: tuple[StepPlan, ...], di
             AttnMask.from_slices(fragments, plan.dispatch_q.total_tokens, plan.dispatch_k.total_tokens)
         except InputError as error:
             raise PlanError(f"{where}: {error}") from error
-        cells = _areas(fragments)
+        counted = _native.run("seen_cells", fragments=fragments, slices=mask.slices)
+        cells, seen = counted["cells"], counted["seen"]
         _require(int(cells.sum()) == step.area, f"{where}: area={step.area}, its slices have {int(cells.sum())} cells")
-        seen = _native.run("seen_cells", fragments=fragments, slices=mask.slices)["seen"]
         wrong = np.flatnonzero(seen != cells)
         if len(wrong):
             raise PlanError(
@@ -118,11 +118,6 @@ def _check_cells(mask: AttnMask, plan: RankPlan, steps: tuple[StepPlan, ...], di
         f"rank {plan.cp_rank} {direction}: steps have {total} cells, the mask {wanted} in its rows, "
         f"rank_areas says {int(plan.rank_areas[plan.cp_rank])}",
     )
-
-
-def _areas(slices: Int32Array) -> Int64Array:
-    """Cells of each slice: what it has in common with itself."""
-    return np.asarray([int(_native.run("seen_cells", fragments=s, slices=s)["seen"][0]) for s in slices], np.int64)
 
 
 # ---- all ranks ----

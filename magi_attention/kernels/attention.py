@@ -47,7 +47,9 @@ def attention_forward(
         InputError: slices outside the tensors. UnsupportedError: no kernel takes the problem (see kernels/select.py).
     """
     choose(describe(q, k, v, softcap=softcap), backend)
-    blocked_forward.forward(q, k, v, prepare(slices, q.shape[0], k.shape[0]), (softmax_scale, softcap), (out, lse), max_logits)
+    work = prepare(slices, q.shape[0], k.shape[0])
+    with torch.autocast(q.device.type, enabled=False):  # accumulation stays in the dtype of out
+        blocked_forward.forward(q, k, v, work, (softmax_scale, softcap), (out, lse), max_logits)
 
 
 @torch.no_grad()
@@ -80,7 +82,8 @@ def attention_backward(
     """
     choose(describe(q, k, v, softcap=softcap), backend)
     work = prepare(slices, q.shape[0], k.shape[0])
-    blocked_backward.backward((q, dout, lse, delta), k, v, work, (softmax_scale, softcap), (dq, dk, dv))
+    with torch.autocast(q.device.type, enabled=False):
+        blocked_backward.backward((q, dout, lse, delta), k, v, work, (softmax_scale, softcap), (dq, dk, dv))
 
 
 @torch.no_grad()

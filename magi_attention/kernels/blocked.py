@@ -37,7 +37,8 @@ class Heads:
 
     def tile_view(self, x: Tensor, tile: Tile) -> Tensor:
         """View [num_kv, rows, group_size, width] of the tile's rows of a tensor [T, Hq, width]."""
-        return x[tile.q_start : tile.q_end].unflatten(1, (self.num_kv, self.group_size)).permute(1, 0, 2, 3)
+        rows = x[tile.q_start : tile.q_end]
+        return rows.view(rows.shape[0], self.num_kv, self.group_size, rows.shape[2]).permute(1, 0, 2, 3)
 
     def load_rows(self, x: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
         """Copy of the tile's rows as matmul rows [num_kv, rows * group_size, width]; rows that see no key become 0, whatever they hold."""
@@ -78,7 +79,7 @@ class Block:
     def mask(self, scores: Tensor, group_size: int) -> None:
         """Hidden cells of scores [heads, matmul rows, keys] become -inf."""
         if self.bias is not None:
-            scores.unflatten(1, (-1, group_size)).add_(self.bias)
+            scores.view(scores.shape[0], -1, group_size, self.num_keys).add_(self.bias)
 
     def chunks(self, num_heads: int) -> Iterator[slice]:
         """kv heads in chunks whose scores stay near SCORE_CELLS."""

@@ -32,7 +32,7 @@ def backward(
             for chunk in block.chunks(heads.num_kv):
                 rows.absorb(block, chunk, keyed)
         view = heads.tile_view(dq, tile)
-        view.add_(rows.dq.unflatten(1, view.shape[1:3]))
+        view.add_(rows.dq.view(view.shape))
 
 
 class _Rows:

@@ -63,7 +63,7 @@ class _State:
         block_top = scores.amax(-1, keepdim=True)
         if self.max_logits is not None:
             own = self.max_logits[chunk]
-            torch.maximum(own, block_top.unflatten(1, (-1, self.group_size)).amax((1, 3)), out=own)
+            torch.maximum(own, block_top.view(own.shape[0], -1, self.group_size).amax(1), out=own)
         new_top = torch.maximum(top, block_top)
         decay = torch.sub(top, new_top).exp_()
         scores.sub_(new_top).exp_()
@@ -73,6 +73,5 @@ class _State:
 
     def store(self) -> None:
         """Normalise and write back; rows that saw nothing keep out = 0 and lse = -inf (lowest + log 0)."""
-        shape = self.out.shape[1:3]
-        self.out.copy_(self.acc.div_(self.weight.clamp(min=torch.finfo(self.weight.dtype).tiny)).unflatten(1, shape))
-        self.lse.copy_(self.top.add_(self.weight.log_()).unflatten(1, shape))
+        self.out.copy_(self.acc.div_(self.weight.clamp(min=torch.finfo(self.weight.dtype).tiny)).view(self.out.shape))
+        self.lse.copy_(self.top.add_(self.weight.log_()).view(self.lse.shape))

@@ -1,6 +1,6 @@
 """Which kernel takes a problem, and every reason why one does not. Runs nothing and knows nothing of how kernels work.
 
-    describe(q, k, v, ...) -> AttentionDesc -> choose(desc, backend) -> name of the backend
+describe(q, k, v, ...) -> AttentionDesc -> choose(desc, backend) -> name of the backend
 """
 
 from __future__ import annotations

@@ -24,8 +24,15 @@ def check_sink(sink: Tensor | None, sink_layout: str, total_q: int, num_heads_q:
         raise InputError(f"sink: dtype {sink.dtype} given, must be floating (torch.float32)")
 
 
-def sink_lse(sink: Tensor | None, sink_layout: str, total_q: int, num_heads_q: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """lse [total_q, num_heads_q] of the sinks alone, where attention starts from: -inf without a sink.
+def sink_lse(
+    sink: Tensor | None,
+    sink_layout: str,
+    total_q: int,
+    num_heads_q: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Tensor:
+    """lse [total_q, num_heads_q] of the sinks alone, where attention starts from; -inf without a sink.
 
     Args:
         sink: "sh" [num_sink, num_heads_q] or "ssh" [total_q, num_sink, num_heads_q]; None or num_sink = 0 is no sink.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,7 +103,7 @@ def _num_cells(piece: Piece) -> int:
 
 def _cuts(pieces: list[Piece]) -> list[int]:
     """Columns where the covering pieces change, or where a band starts or stops to bind."""
-    cuts = set()
+    cuts: set[int] = set()
     for q0, q1, k0, k1, lo, hi in pieces:
         cuts.update((k0, k1))
         full_start, full_end = q1 - 1 + lo, q0 + hi + 1  # every row of the piece sees columns in here
@@ -116,7 +117,7 @@ def _elementary_columns(pieces: list[Piece]) -> list[_Columns]:
     found = []
     active: list[Piece] = []
     next_idx = 0
-    for k_start, k_end in zip(cuts, cuts[1:], strict=False):
+    for k_start, k_end in itertools.pairwise(cuts):
         while next_idx < len(pieces) and pieces[next_idx][2] <= k_start:
             active.append(pieces[next_idx])
             next_idx += 1

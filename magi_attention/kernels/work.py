@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from magi_attention import _native
 from magi_attention.errors import InputError
 from magi_attention.kernels.spans import Span, tile_spans
 from magi_attention.plan.types import Int32Array, Int64Array
@@ -113,30 +114,10 @@ def tile_rows(slices: npt.NDArray[np.integer], total_q: int) -> int:
     return 256 if seen_per_row >= 1024 else 128 if seen_per_row >= 16 else 64
 
 
-def pieces_of_tiles(slices: Int32Array, total_q: int, tile_m: int) -> tuple[Int32Array, Int32Array]:
-    """Slices clipped to tiles of `tile_m` rows: (offsets int32 [tiles + 1], pieces int32 [P, 6]), pieces tight and sorted by key."""
-    num_tiles = -(-total_q // tile_m)
-    s = slices.astype(np.int64)
-    s = s[(s[:, 0] < s[:, 1]) & (s[:, 2] < s[:, 3]) & (s[:, 4] <= s[:, 5])]
-    first = s[:, 0] // tile_m
-    count = (s[:, 1] - 1) // tile_m - first + 1
-    ends = np.cumsum(count)
-    tile = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - (ends - count), count)
-    p = np.repeat(s, count, axis=0)
-    p[:, 0] = np.maximum(np.maximum(p[:, 0], tile * tile_m), p[:, 2] - p[:, 5])
-    p[:, 1] = np.minimum(np.minimum(p[:, 1], (tile + 1) * tile_m), p[:, 3] - p[:, 4])
-    p[:, 2] = np.maximum(p[:, 2], p[:, 0] + p[:, 4])
-    p[:, 3] = np.minimum(p[:, 3], p[:, 1] + p[:, 5])
-    seen = (p[:, 0] < p[:, 1]) & (p[:, 2] < p[:, 3])
-    p, tile = p[seen], tile[seen]
-    order = np.lexsort((p[:, 4], p[:, 0], p[:, 2], tile))
-    offsets = np.searchsorted(tile[order], np.arange(num_tiles + 1)).astype(np.int32)
-    return offsets, p[order].astype(np.int32)
-
-
 def _build(slices: Int32Array, total_q: int, total_k: int) -> WorkList:
     tile_m = tile_rows(slices, total_q)
-    offsets, pieces = pieces_of_tiles(slices, total_q, tile_m)
+    found = _native.run("work_list", slices=slices, total_q=total_q, tile_m=tile_m)
+    offsets, pieces = found["tile_offsets"], found["pieces"].reshape(-1, 6).astype(np.int32, copy=False)
     tiles = []
     for idx in range(len(offsets) - 1):
         begin, end = int(offsets[idx]), int(offsets[idx + 1])

@@ -13,7 +13,7 @@ from magi_attention.mask.slices import AttnMask
 from magi_attention.plan.cost import DEFAULT_MACHINE, CostModel, find_machine
 from magi_attention.plan.dispatch import dispatch_keys, solve_dispatch
 from magi_attention.plan.exchange import read_exchange
-from magi_attention.plan.step_choice import PlanProblem, StepChoice, choose_steps
+from magi_attention.plan.step_choice import PlanProblem, StepChoice, choose_both
 from magi_attention.plan.types import DispatchPlan, HierarchicalExchange, RankPlan, StepPlan, frozen_array
 
 
@@ -81,9 +81,9 @@ def plan_attention(
     if not 0 <= cp_rank < cp_size:
         raise InputError(f"cp_rank={cp_rank!r} must be in [0, cp_size={cp_size})")
     problem, reasons = build_problem(mask, cp_size, config, request)
-    forward, backward = (choose_steps(problem, is_backward=is_backward) for is_backward in (False, True))
+    forward, backward = choose_both(problem)
     forward_steps = build_steps(problem, forward, cp_rank, is_backward=False)
-    is_same_split = forward.wanted_degree == backward.wanted_degree and config.overlap_config.alg.name == "uniform"
+    is_same_split = forward.wanted_degree == backward.wanted_degree and not problem.is_greedy
     backward_steps = forward_steps if is_same_split else build_steps(problem, backward, cp_rank, is_backward=True)
     return RankPlan(
         cp_rank=cp_rank,
@@ -136,9 +136,7 @@ def build_problem(mask: AttnMask, cp_size: int, config: DistAttnConfig, request:
         comm_factor=overlap.comm_cost_factor,
         is_overlapped=overlap.enable,
     )
-    problem = PlanProblem(
-        mask=mask, dispatch_q=dispatch_q, dispatch_k=dispatch_k, overlap=overlap, cost=cost, num_nodes=request.num_nodes
-    )
+    problem = PlanProblem(mask=mask, dispatch_q=dispatch_q, dispatch_k=dispatch_k, overlap=overlap, cost=cost, num_nodes=request.num_nodes)
     return problem, reasons
 
 

@@ -6,6 +6,7 @@ exchange; `check_own_plan` takes one rank's plan of any size and counts cells in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,7 +55,8 @@ def check_own_plan(mask: AttnMask, plan: RankPlan) -> None:
 
 def _check_buffers(plan: RankPlan, step: StepPlan, index: int, where: str) -> None:
     runs = step.k_token_runs.astype(np.int64)
-    _require(bool((runs[:, 0] < runs[:, 1]).all() and (runs[1:, 0] > runs[:-1, 1]).all()), f"{where}: key runs {runs.tolist()} do not ascend")
+    is_ascending = (runs[:, 0] < runs[:, 1]).all() and (runs[1:, 0] > runs[:-1, 1]).all()
+    _require(bool(is_ascending), f"{where}: key runs {runs.tolist()} do not ascend")
     _require(int((runs[:, 1] - runs[:, 0]).sum()) == step.num_keys, f"{where}: num_keys={step.num_keys} is not the length of its runs")
     if index == 0:
         _require(step.exchange is None, f"{where}: the local step has an exchange")
@@ -85,7 +87,7 @@ def _check_disjoint_keys(plan: RankPlan, steps: tuple[StepPlan, ...], direction:
     runs = np.concatenate([step.k_token_runs for step in steps]).astype(np.int64)
     owner = np.repeat(np.arange(len(steps)), [len(step.k_token_runs) for step in steps])
     order = np.argsort(runs[:, 0], kind="stable")
-    for a, b in zip(order[:-1], order[1:], strict=True):
+    for a, b in itertools.pairwise(order.tolist()):
         _require(
             runs[a, 1] <= runs[b, 0],
             f"rank {plan.cp_rank} {direction}: steps {owner[a]} and {owner[b]} both hold key {runs[b, 0]}",
@@ -107,9 +109,7 @@ def _check_cells(mask: AttnMask, plan: RankPlan, steps: tuple[StepPlan, ...], di
         _require(int(cells.sum()) == step.area, f"{where}: area={step.area}, its slices have {int(cells.sum())} cells")
         wrong = np.flatnonzero(seen != cells)
         if len(wrong):
-            raise PlanError(
-                f"{where}: {fragments[wrong[0]].tolist()} has {cells[wrong[0]]} cells, of which the mask has {seen[wrong[0]]}"
-            )
+            raise PlanError(f"{where}: {fragments[wrong[0]].tolist()} has {cells[wrong[0]]} cells, of which the mask has {seen[wrong[0]]}")
         total += int(cells.sum())
     rows = np.array([[start, end, 0, mask.total_k, -(1 << 30), 1 << 30] for start, end in q_runs], np.int32).reshape(-1, 6)
     wanted = int(_native.run("seen_cells", fragments=rows, slices=mask.slices)["seen"].sum())

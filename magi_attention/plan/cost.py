@@ -8,7 +8,8 @@ Formulas, per rank and step (rows and pairs from the plan, H heads, D head_dim, 
     k, v rows    2 * H_kv * D * b bytes a row; returned dk, dv rows 2 * H_kv * D * 4
     exchange     start + (2 * hop when it spans nodes) + max(in, out) / link [or through-the-network rows / nic, the larger]
                  + 2 * (in + out) / memory for packing and unpacking
-    step         host + max(compute * slowdown, exchange of the next step [+ return of the step before, backward]) + merge
+    beside       exchange of the next step [+ return of the step before, backward]
+    step         max(beside, compute + beside * (1 - 1 / slowdown)), compute = pairs + host + merge
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Machine:
         memory_gb_s: device memory, reads plus writes.
         start_us: fixed cost of one exchange; hop_us: added per pass over the network.
         host_us: fixed cost of one compute step (launch, merge bookkeeping).
-        overlap_slowdown: compute beside a running exchange takes this many times longer.
+        overlap_slowdown: compute takes this many times longer while an exchange runs.
         element_bytes: of q, k, v.
     """
 
@@ -177,7 +178,7 @@ class CostModel:
             slowest = np.maximum(slowest, network / (self.machine.nic_gb_s * 1e3))
         packing = (incoming + outgoing) * 2.0 / (self.machine.memory_gb_s * 1e3)
         fixed = self.start_us(crosses_nodes=loads.node_recv_rows is not None)
-        return fixed + (slowest + packing) * self.comm_factor
+        return np.asarray(fixed + (slowest + packing) * self.comm_factor)
 
     def merge_us(self, loads: StepLoads) -> Float64Array:
         """float64 [R]: read and write of the fp32 accumulator of every local query, once per remote step."""
@@ -199,8 +200,7 @@ class CostModel:
             if is_backward and step >= 2:
                 beside = beside + returns[step - 2]
             if self.is_overlapped:
-                is_slowed = beside > 0
-                time = np.maximum(np.where(is_slowed, compute * self.machine.overlap_slowdown, compute), beside)
+                time = np.maximum(beside, compute + beside * (1.0 - 1.0 / self.machine.overlap_slowdown))
             else:
                 time = compute + beside
             times.append(time)

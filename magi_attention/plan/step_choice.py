@@ -18,6 +18,7 @@ from magi_attention.plan.types import DispatchPlan, Int64Array, frozen_array
 SolverInputs: TypeAlias = dict[str, "_native.IntArray | int"]
 
 _FEMTOSECONDS_PER_US = 1e9
+_SAME_TIME = 1.005  # predictions closer than this are equal; memory decides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +36,13 @@ class PlanProblem:
     def cp_size(self) -> int:
         return self.dispatch_q.cp_size
 
+    @property
+    def is_greedy(self) -> bool:
+        return isinstance(self.overlap.alg, GreedyOverlapAlg) and self.overlap.enable
+
     def solver_inputs(self, degrees: list[int], *, is_backward: bool) -> SolverInputs:
         """The arrays of plan_loads and plan_rank in the solver. Costs travel as integer femtoseconds."""
         crosses_nodes = self.num_nodes > 1
-        is_greedy = isinstance(self.overlap.alg, GreedyOverlapAlg) and self.overlap.enable
         pair_us, row_us = self.cost.pair_us(is_backward), self.cost.row_us(is_backward, crosses_nodes=crosses_nodes)
         return {
             "slices": self.mask.slices,
@@ -47,12 +51,24 @@ class PlanProblem:
             **ownership_arrays("k", self.dispatch_k),
             "num_nodes": self.num_nodes,
             "min_rows": self.overlap.min_chunk_size if self.overlap.enable else 1,
-            "is_greedy": int(is_greedy),
+            "is_greedy": int(self.is_greedy),
             "pair_cost_fs": int(pair_us * _FEMTOSECONDS_PER_US),
             "row_cost_fs": int(row_us * _FEMTOSECONDS_PER_US),
             "start_cost_fs": int(self.cost.start_us(crosses_nodes=crosses_nodes) * _FEMTOSECONDS_PER_US),
             "degrees": np.array(degrees, np.int64),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Splits that were measured. wanted: degrees asked for; degrees: remote steps that came of them; loads: of each."""
+
+    wanted: list[int]
+    degrees: list[int]
+    loads: list[StepLoads]
+    rank_areas: Int64Array
+    rank_recv_rows: Int64Array
+    rank_send_rows: Int64Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,29 +106,57 @@ def candidate_degrees(overlap: OverlapConfig) -> list[int]:
     return degrees
 
 
-def choose_steps(problem: PlanProblem, *, is_backward: bool) -> StepChoice:
-    """The candidate with the smallest predicted time of the slowest rank; the fewest steps among equals."""
+def choose_both(problem: PlanProblem) -> tuple[StepChoice, StepChoice]:
+    """Forward and backward. Equal parts do not depend on costs, so they are measured once; greedy parts differ by direction.
+
+    Raises:
+        InputError: dispatches that do not fit the mask, ranks that do not fill nodes.
+    """
     _check(problem)
+    forward = measure_candidates(problem, is_backward=False)
+    backward = measure_candidates(problem, is_backward=True) if problem.is_greedy else forward
+    return choose_steps(problem, forward, is_backward=False), choose_steps(problem, backward, is_backward=True)
+
+
+def measure_candidates(problem: PlanProblem, *, is_backward: bool) -> Candidates:
+    """Loads of all ranks for every candidate degree."""
     wanted = candidate_degrees(problem.overlap)
     found = _native.run("plan_loads", **problem.solver_inputs(wanted, is_backward=is_backward))
-    best, times = -1, []
-    candidates = [_read_loads(found, index, problem) for index in range(len(wanted))]
-    for index, loads in enumerate(candidates):
-        times.append(problem.cost.rank_times_us(loads, is_backward=is_backward))
-        if best < 0 or times[index].max() < times[best].max():
-            best = index
-    degree = int(found["step_degrees"][best])
-    areas, recv_rows, send_rows = (frozen_array(found[name], np.int64) for name in ("areas", "recv_rows", "send_rows"))
-    return StepChoice(
-        wanted_degree=wanted[best],
-        degree=degree,
-        rank_areas=areas,  # type: ignore[arg-type]
-        rank_recv_rows=recv_rows,  # type: ignore[arg-type]
-        rank_send_rows=send_rows,  # type: ignore[arg-type]
-        loads=candidates[best],
-        rank_times_us=times[best],
-        reason=_reason(problem, "backward" if is_backward else "forward", wanted, degree, float(times[best].max())),
+    return Candidates(
+        wanted=wanted,
+        degrees=[int(degree) for degree in found["step_degrees"]],
+        loads=[_read_loads(found, index, problem) for index in range(len(wanted))],
+        rank_areas=frozen_array(found["areas"], np.int64),
+        rank_recv_rows=frozen_array(found["recv_rows"], np.int64),
+        rank_send_rows=frozen_array(found["send_rows"], np.int64),
     )
+
+
+def choose_steps(problem: PlanProblem, candidates: Candidates, *, is_backward: bool) -> StepChoice:
+    """Smallest predicted time of the slowest rank; within half a percent of it the smallest receive buffers, then the fewest steps."""
+    times = [problem.cost.rank_times_us(loads, is_backward=is_backward) for loads in candidates.loads]
+    limit = min(float(time.max()) for time in times) * _SAME_TIME
+    fast = [index for index, time in enumerate(times) if float(time.max()) <= limit]
+    best = min(fast, key=lambda index: (_rows_in_flight(candidates.loads[index]), index))
+    degree, direction = candidates.degrees[best], "backward" if is_backward else "forward"
+    return StepChoice(
+        wanted_degree=candidates.wanted[best],
+        degree=degree,
+        rank_areas=candidates.rank_areas,
+        rank_recv_rows=candidates.rank_recv_rows,
+        rank_send_rows=candidates.rank_send_rows,
+        loads=candidates.loads[best],
+        rank_times_us=times[best],
+        reason=_reason(problem, direction, candidates.wanted, degree, float(times[best].max())),
+    )
+
+
+def _rows_in_flight(loads: StepLoads) -> int:
+    """Most rows any rank holds at once: those it computes with and those that arrive meanwhile."""
+    rows = loads.recv_rows
+    if not len(rows):
+        return 0
+    return int((rows[:-1] + rows[1:]).max()) if len(rows) > 1 else int(rows.max())
 
 
 def _check(problem: PlanProblem) -> None:
@@ -154,4 +198,5 @@ def _reason(problem: PlanProblem, direction: str, wanted: list[int], degree: int
     if len(wanted) == 1:
         short = f", fewer than degree={wanted[0]} because rows do not suffice for min_chunk_size={overlap.min_chunk_size}"
         return f"{direction}: {steps} as configured{short if degree < wanted[0] else ''}."
-    return f"{direction}: {steps}, the fastest of up to {wanted[-1]} on {problem.cost.machine.name}: {time_us:.0f} us predicted on the slowest rank."
+    machine = problem.cost.machine.name
+    return f"{direction}: {steps}, best of up to {wanted[-1]} on {machine}: {time_us:.0f} us predicted on the slowest rank."

@@ -11,7 +11,7 @@ from magi_attention.config import DistAttnConfig
 from magi_attention.mask.slices import AttnMask
 from magi_attention.plan.build import PlanRequest, build_problem
 from magi_attention.plan.cost import StepLoads
-from magi_attention.plan.step_choice import choose_steps
+from magi_attention.plan.step_choice import PlanProblem, StepChoice, choose_both
 from magi_attention.plan.types import DispatchPlan, Int64Array
 
 
@@ -91,37 +91,35 @@ def summarize(mask: AttnMask, cp_size: int, config: DistAttnConfig, request: Pla
         InputError: as `plan_attention`.
     """
     problem, reasons = build_problem(mask, cp_size, config, request)
-    directions, choices = [], []
-    for is_backward in (False, True):
-        choice = choose_steps(problem, is_backward=is_backward)
-        choices.append(choice)
-        row_bytes = problem.cost.row_bytes(False)
-        return_bytes = problem.cost.row_bytes(True) if is_backward else 0.0
-        directions.append(
-            DirectionSummary(
-                degree=choice.degree,
-                loads=choice.loads,
-                step_times_us=problem.cost.step_times_us(choice.loads, is_backward=is_backward),
-                rank_times_us=choice.rank_times_us,
-                compute_us=choice.rank_areas * problem.cost.pair_us(is_backward),
-                recv_bytes=(choice.rank_recv_rows * row_bytes + choice.rank_send_rows * return_bytes).astype(np.int64),
-                send_bytes=(choice.rank_send_rows * row_bytes + choice.rank_recv_rows * return_bytes).astype(np.int64),
-            )
-        )
+    forward, backward = choose_both(problem)
     return PlanSummary(
         machine=request.machine,
         num_slices=len(mask.slices),
-        area=int(choices[0].rank_areas.sum()),
+        area=int(forward.rank_areas.sum()),
         dispatch_q=problem.dispatch_q,
         dispatch_k=problem.dispatch_k,
-        rank_areas=choices[0].rank_areas,
+        rank_areas=forward.rank_areas,
         rank_tokens=problem.dispatch_q.rank_tokens,
-        rank_recv_rows=choices[0].rank_recv_rows,
-        rank_send_rows=choices[0].rank_send_rows,
+        rank_recv_rows=forward.rank_recv_rows,
+        rank_send_rows=forward.rank_send_rows,
         remote_rows_lower_bound=remote_rows_lower_bound(mask, int(problem.dispatch_q.rank_tokens.max(initial=0))),
-        forward=directions[0],
-        backward=directions[1],
-        reasons=(*reasons, choices[0].reason, choices[1].reason),
+        forward=_describe(problem, forward, is_backward=False),
+        backward=_describe(problem, backward, is_backward=True),
+        reasons=(*reasons, forward.reason, backward.reason),
+    )
+
+
+def _describe(problem: PlanProblem, choice: StepChoice, *, is_backward: bool) -> DirectionSummary:
+    row_bytes = problem.cost.row_bytes(False)
+    return_bytes = problem.cost.row_bytes(True) if is_backward else 0.0
+    return DirectionSummary(
+        degree=choice.degree,
+        loads=choice.loads,
+        step_times_us=problem.cost.step_times_us(choice.loads, is_backward=is_backward),
+        rank_times_us=choice.rank_times_us,
+        compute_us=np.asarray(choice.rank_areas * problem.cost.pair_us(is_backward), np.float64),
+        recv_bytes=(choice.rank_recv_rows * row_bytes + choice.rank_send_rows * return_bytes).astype(np.int64),
+        send_bytes=(choice.rank_send_rows * row_bytes + choice.rank_recv_rows * return_bytes).astype(np.int64),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,15 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
-def frozen_array(values: npt.ArrayLike, dtype: npt.DTypeLike = np.int32) -> npt.NDArray[np.integer]:
+@overload
+def frozen_array(values: npt.ArrayLike) -> Int32Array: ...
+@overload
+def frozen_array(values: npt.ArrayLike, dtype: type[np.int64]) -> Int64Array: ...
+
+
+def frozen_array(values: npt.ArrayLike, dtype: type[np.int32] | type[np.int64] = np.int32) -> npt.NDArray[np.integer]:
     """A read-only contiguous copy."""
-    array = np.array(values, dtype=dtype, order="C")
+    array: npt.NDArray[np.integer] = np.array(values, dtype=dtype, order="C")
     array.setflags(write=False)
     return array
 
@@ -57,7 +64,7 @@ class DispatchPlan:
     def rank_tokens(self) -> Int64Array:
         """int64 [R]: tokens each rank owns."""
         tokens = [int((runs[:, 1] - runs[:, 0]).sum()) for runs in self.rank_runs]
-        return frozen_array(tokens, np.int64)  # type: ignore[return-value]
+        return frozen_array(tokens, np.int64)
 
     def position_ids(self, rank: int) -> Int64Array:
         """int64 [local tokens]: global token id of each local row of `rank`."""

@@ -18,7 +18,7 @@ def single_rank_plan(slices: Int32Array, total_q: int, total_k: int, area: int) 
     dispatch_q = _all_on_one_rank(total_q)
     dispatch_k = dispatch_q if total_k == total_q else _all_on_one_rank(total_k)
     runs = frozen_array(dispatch_k.rank_runs[0])
-    step = StepPlan(None, runs, total_k, slices, area)  # type: ignore[arg-type]
+    step = StepPlan(None, runs, total_k, slices, area)
     zero = frozen_array([0], np.int64)
     return RankPlan(
         cp_rank=0,
@@ -29,13 +29,13 @@ def single_rank_plan(slices: Int32Array, total_q: int, total_k: int, area: int) 
         num_local_k=total_k,
         forward=(step,),
         backward=(step,),
-        rank_areas=frozen_array([area], np.int64),  # type: ignore[arg-type]
-        rank_recv_rows=zero,  # type: ignore[arg-type]
-        rank_send_rows=zero,  # type: ignore[arg-type]
+        rank_areas=frozen_array([area], np.int64),
+        rank_recv_rows=zero,
+        rank_send_rows=zero,
         reasons=("one rank: everything is local",),
     )
 
 
 def _all_on_one_rank(total_tokens: int) -> DispatchPlan:
     owner = frozen_array(np.zeros(min(1, total_tokens), np.int32))
-    return DispatchPlan(total_tokens, max(1, total_tokens), 1, owner)  # type: ignore[arg-type]
+    return DispatchPlan(total_tokens, max(1, total_tokens), 1, owner)

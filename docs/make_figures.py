@@ -47,6 +47,7 @@ def _draw(axes: Axes, cells: npt.NDArray[np.bool_], title: str, grid: bool = Tru
     axes.set_title(title, fontsize=10)
     axes.tick_params(labelsize=7)
     if grid:
+        axes.xaxis.remove_overlapping_locs = axes.yaxis.remove_overlapping_locs = False  # a line also where a number stands
         axes.set_xticks(range(cells.shape[1] + 1), minor=True)
         axes.set_yticks(range(cells.shape[0] + 1), minor=True)
         axes.grid(which="minor", color="white", linewidth=0.6)

@@ -126,9 +126,8 @@ def flex_flash_attn_func(
         q_block_size, k_block_size: tokens per block of index_attn_indices; the last block may be short.
         mask: an AttnMask of total_q rows and total_k columns.
         plan: from `prepare_attention`.
-        auto_range_merge, swap_ab, pack_gqa, cat_gqa, sparse_load, ref_block_size, max_seqlen_q, max_seqlen_k, swap_bwd_qk_loop,
-        disable_fwd_atomic_reduction, disable_bwd_dkv_atomic_reduction, index_attn: accepted for callers of the original and ignored
-            with a DeprecationWarning each; the library chooses.
+        auto_range_merge, swap_ab, pack_gqa, cat_gqa and all after them: accepted for callers of the original and ignored with a
+            DeprecationWarning each; the library chooses.
 
     Returns:
         out [total_q, num_heads_q, head_dim_v] in q's dtype, and AttnForwardMeta with lse [total_q, num_heads_q], fp32 (fp64 for

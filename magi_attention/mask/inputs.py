@@ -32,8 +32,8 @@ def int_array(name: str, value: Any, columns: int | None = None) -> Int64Array:
         return np.zeros(0 if columns is None else (0, columns), np.int64)
     if values.dtype.kind not in "iu" or (values.dtype == np.uint64 and values.max() > np.iinfo(np.int64).max):
         raise InputError(
-            f"{name} has {values.dtype} values, e.g. {values.flat[0]!r}; it must hold integers (int32 or int64); convert it, "
-            "token offsets have no fractions"
+            f"{name}={_short(value)} has {values.dtype} values; it must hold integers (int32 or int64); convert it, token offsets have "
+            "no fractions"
         )
     is_right_shape = values.ndim == 1 if columns is None else (values.ndim == 2 and values.shape[1] == columns)
     if not is_right_shape:
@@ -60,6 +60,8 @@ def _from_lists(value: list[Any] | tuple[Any, ...], columns: int | None) -> Int6
 def _as_numpy(name: str, value: Any) -> npt.NDArray[Any]:
     if hasattr(value, "detach"):
         dtype = str(value.dtype)
+        if 0 in value.shape:
+            return np.zeros(0, np.int64)
         if "float" in dtype or "complex" in dtype:  # bfloat16 has no numpy twin; refuse it before the conversion fails
             raise InputError(f"{name} is a tensor of {dtype}; it must hold integers (int32 or int64); convert it with .to(int32)")
         value = value.detach().cpu().numpy()

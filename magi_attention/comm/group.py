@@ -137,12 +137,12 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _from_process_group(group: dist.ProcessGroup) -> CommGroup:
-    known = _known.get(group)
-    if known is not None:
-        return known
     try:
+        rank = dist.get_rank(group)  # also tells a destroyed group from a live one
+        known = _known.get(group)
+        if known is not None:
+            return known
         members = tuple(dist.get_process_group_ranks(group))
-        rank = dist.get_rank(group)
     except (KeyError, ValueError, RuntimeError) as error:
         raise InputError(f"{_NAME} is a process group that torch.distributed no longer knows; pass a live one") from error
     if rank < 0:

@@ -51,7 +51,7 @@ types: $(VENV)/.installed-lint ## mypy, strict
 	$(PY) -m mypy
 
 cpp-test: ## C++ tests of the solver (cmake and g++)
-	cmake -S csrc -B build/cpp -DCMAKE_BUILD_TYPE=Release
+	cmake -S . -B build/cpp -DCMAKE_BUILD_TYPE=Release
 	cmake --build build/cpp -j 2
 	ctest --test-dir build/cpp --output-on-failure
 

@@ -29,6 +29,7 @@ FIXED_SIGNATURES = {
     "attention_forward",
     "attention_backward",
     "dist_attention",
+    "single_device_attention",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -1,4 +1,4 @@
-"""Pictures of a plan: who owns which tokens, how even the work is, who sends how much to whom. Needs matplotlib; knows no torch."""
+"""Pictures of a plan: who owns which tokens, how even the work is, who sends how much. Needs matplotlib; knows no torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from magi_attention.plan.types import DispatchPlan
+from magi_attention.plan.types import DispatchPlan, Int64Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_LABELLED_RANKS = 16
+    from magi_attention.plan.summary import PlanSummary
+
+_MAX_LABELLED_RANKS = 16
+_DPI = 130
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+def _figure(width: float, height: float) -> Figure:
     # Built without pyplot: no global state, no display, safe in any thread.
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -26,76 +29,97 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
         raise ImportError("pictures need matplotlib; install it with: pip install 'magi-attention[plot]'") from error
     figure = NewFigure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
+    return figure
 
 
 def _rank_ticks(num_ranks: int) -> npt.NDArray[np.int64]:
-    return np.arange(0, num_ranks, max(1, -(-num_ranks // MAX_LABELLED_RANKS)))
+    return np.arange(0, num_ranks, max(1, -(-num_ranks // _MAX_LABELLED_RANKS)))
 
 
-def plot_owners(dispatch: DispatchPlan, path: str | Path, title: str = "owner of each token") -> None:
-    """Saves a picture with one row per rank and a bar for every token range it owns."""
+def _owners_height(num_ranks: int) -> float:
+    return min(10.0, 1.4 + 0.28 * num_ranks)
+
+
+def draw_owners(axes: Axes, dispatch: DispatchPlan, title: str) -> None:
+    """One row per rank, a bar for every token range it owns."""
     from matplotlib import colormaps
 
-    num_ranks = dispatch.cp_size
-    figure, axes = _figure(9, min(12.0, 1.4 + 0.28 * num_ranks))
     colours = colormaps["tab20"]
     for rank, runs in enumerate(dispatch.rank_runs):
         bars = [(int(start), int(end - start)) for start, end in runs]
-        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=colours(rank % 20), edgecolor="white", linewidth=0.3)
+        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=colours(rank % 20))
     axes.set_xlim(0, max(1, dispatch.total_tokens))
-    axes.set_ylim(num_ranks - 0.4, -0.6)
-    axes.set_yticks(_rank_ticks(num_ranks))
+    axes.set_ylim(dispatch.cp_size - 0.4, -0.6)
+    axes.set_yticks(_rank_ticks(dispatch.cp_size))
     axes.set_xlabel("global token")
     axes.set_ylabel("rank")
     axes.set_title(f"{title} (chunks of {dispatch.chunk_size} tokens)")
-    figure.savefig(path, dpi=130)
 
 
-def plot_areas(areas: dict[str, npt.NDArray[np.int64]], path: str | Path) -> None:
-    """Saves bars of visible pairs per rank, one colour per named assignment, with the mean as the line to aim at.
-
-    Args:
-        areas: name -> int64 [R].
-        path: PNG, SVG or PDF file.
-    """
-    num_ranks = len(next(iter(areas.values())))
-    figure, axes = _figure(9, 4)
-    width = 0.8 / len(areas)
-    for idx, (name, values) in enumerate(areas.items()):
-        imbalance = values.max() / max(values.mean(), 1e-9)
-        offset = (idx - (len(areas) - 1) / 2) * width
-        axes.bar(np.arange(num_ranks) + offset, values / 1e6, width, label=f"{name}: largest / mean {imbalance:.3f}")
-    mean = next(iter(areas.values())).mean() / 1e6
-    axes.axhline(mean, color="black", linewidth=0.8, linestyle="--", label="mean")
+def draw_per_rank(axes: Axes, values: dict[str, npt.NDArray[np.float64]], label: str, title: str) -> None:
+    """One group of bars per rank, one colour per named series; the legend gives largest / mean. Lines when bars would be too thin."""
+    num_ranks = len(next(iter(values.values())))
+    width = 0.8 / len(values)
+    ranks = np.arange(num_ranks)
+    for idx, (name, series) in enumerate(values.items()):
+        mean = float(series.mean()) if num_ranks else 0.0
+        text = f"{name}: largest / mean {float(series.max()) / mean:.3f}" if mean > 0 else f"{name}: nothing"
+        if num_ranks <= 8 * _MAX_LABELLED_RANKS:
+            axes.bar(ranks + (idx - (len(values) - 1) / 2) * width, series, width, label=text)
+        else:
+            axes.plot(ranks, series, linewidth=1, label=text)
     axes.set_xticks(_rank_ticks(num_ranks))
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("rank")
-    axes.set_ylabel("visible pairs (millions)")
-    axes.set_title("attention work per rank")
-    axes.legend()
-    figure.savefig(path, dpi=130)
+    axes.set_ylabel(label)
+    axes.set_title(title)
+    axes.legend(loc="lower right", fontsize=8)
 
 
-def plot_traffic(rows: npt.NDArray[np.int64], path: str | Path) -> None:
-    """Saves the traffic matrix as an image.
+def plot_owners(dispatch: DispatchPlan, path: str | Path, title: str = "owner of each token") -> None:
+    """Saves who owns which tokens (PNG, SVG or PDF by the name's ending)."""
+    figure = _figure(9, _owners_height(dispatch.cp_size))
+    draw_owners(figure.add_subplot(), dispatch, title)
+    figure.savefig(path, dpi=_DPI)
 
-    Args:
-        rows: int64 [R, R], rows[sender, receiver] key rows sent in one forward.
-        path: PNG, SVG or PDF file.
-    """
+
+def plot_areas(areas: dict[str, Int64Array], path: str | Path) -> None:
+    """Saves visible pairs per rank for several assignments, by name: int64 [R] each."""
+    figure = _figure(9, 4)
+    millions = {name: values / 1e6 for name, values in areas.items()}
+    draw_per_rank(figure.add_subplot(), millions, "visible pairs (millions)", "attention work per rank")
+    figure.savefig(path, dpi=_DPI)
+
+
+def plot_traffic(rows: Int64Array, path: str | Path) -> None:
+    """Saves the traffic matrix: rows int64 [R, R], rows[sender, receiver] key rows sent in one forward."""
     num_ranks = rows.shape[0]
-    figure, axes = _figure(6.2, 5.2)
+    figure = _figure(6.2, 5.2)
+    axes = figure.add_subplot()
     image = axes.imshow(rows, cmap="viridis")
-    if num_ranks <= MAX_LABELLED_RANKS:
+    if num_ranks <= _MAX_LABELLED_RANKS:
         dark_below = rows.max() * 0.6
-        for sender in range(num_ranks):
-            for receiver in range(num_ranks):
-                colour = "white" if rows[sender, receiver] < dark_below else "black"
-                axes.text(receiver, sender, f"{rows[sender, receiver]}", ha="center", va="center", color=colour, fontsize=8)
+        for (sender, receiver), count in np.ndenumerate(rows):
+            axes.text(receiver, sender, f"{count}", ha="center", va="center", color="white" if count < dark_below else "black", fontsize=8)
     axes.set_xticks(_rank_ticks(num_ranks))
     axes.set_yticks(_rank_ticks(num_ranks))
     axes.set_xlabel("receiving rank")
     axes.set_ylabel("sending rank")
     axes.set_title(f"key rows sent in one forward: {int(rows.sum()):,}")
     figure.colorbar(image, label="rows")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=_DPI)
+
+
+def plot_summary(summary: PlanSummary, path: str | Path) -> None:
+    """Saves one picture of a plan: owners, work, rows in and out, predicted times per rank."""
+    num_ranks = summary.dispatch_q.cp_size
+    height = _owners_height(num_ranks)
+    figure = _figure(10, height + 9)
+    axes = figure.subplots(4, 1, height_ratios=[height, 3, 3, 3])
+    draw_owners(axes[0], summary.dispatch_q, "owner of each query token")
+    draw_per_rank(axes[1], {"visible pairs": summary.rank_areas / 1e6}, "millions", "attention work per rank")
+    rows = {"received": summary.rank_recv_rows.astype(np.float64), "sent": summary.rank_send_rows.astype(np.float64)}
+    draw_per_rank(axes[2], rows, "rows", "key rows per rank in one forward")
+    times = {"forward": summary.forward.rank_times_us / 1e3, "backward": summary.backward.rank_times_us / 1e3}
+    draw_per_rank(axes[3], times, "ms", f"predicted time of one layer on {summary.machine}")
+    figure.savefig(path, dpi=_DPI)

@@ -1,0 +1,217 @@
+"""Command line of the planner: what a mask costs on any number of ranks. Needs no GPU, no ranks and no process group.
+
+python -m magi_attention.plan --docs lengths.txt --ranks 64 --heads 64:8 --head-dim 128 --plot plan.png
+python -m magi_attention.plan --cu-seqlens 0,70000,131072 --window 4095,0 --ranks 8
+python -m magi_attention.plan --mask mask.json --ranks 1024 --nodes 128 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from magi_attention import config as cfg
+from magi_attention.errors import InputError
+from magi_attention.mask.builders import from_cu_seqlens
+from magi_attention.mask.slices import AttnMask
+from magi_attention.plan.build import PlanRequest
+from magi_attention.plan.cost import DEFAULT_MACHINE, MACHINES
+from magi_attention.plan.summary import DirectionSummary, PlanSummary, summarize
+
+MAX_RANKS = 4_096
+ALGORITHMS: dict[str, cfg.DispatchAlg] = {
+    alg.name: alg
+    for alg in (
+        cfg.MinHeapDispatchAlg(),
+        cfg.ContiguousDispatchAlg(),
+        cfg.ZigzagDispatchAlg(),
+        cfg.SortedSequentialSelectAlg(),
+        cfg.ToppHeapDispatchAlg(),
+        cfg.LBDispatchAlg(),
+        cfg.DPDispatchAlg(),
+        cfg.BSDispatchAlg(),
+    )
+}
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m magi_attention.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--docs", type=Path, metavar="FILE", help="document lengths in tokens, separated by blanks, commas or lines")
+    source.add_argument("--cu-seqlens", metavar="0,A,B,..", help="document borders, or a file with them")
+    source.add_argument("--mask", type=Path, metavar="FILE", help="a mask as AttnMask.to_json writes it")
+    parser.add_argument("--full", action="store_true", help="documents attend to all of themselves (default: causal)")
+    parser.add_argument("--window", metavar="LEFT,RIGHT", help="keys left and right of each query; -1 is unbounded")
+    parser.add_argument("--ranks", type=int, required=True, help=f"context-parallel ranks, 1..{MAX_RANKS}")
+    parser.add_argument("--nodes", type=int, default=1, help="machines the ranks are spread over (default 1)")
+    parser.add_argument("--heads", default="64:8", metavar="Q:KV", help="query and key heads (default 64:8)")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--machine", default=DEFAULT_MACHINE, choices=list(MACHINES), help="whose rates predict the times")
+    parser.add_argument("--alg", default="min_heap", choices=list(ALGORITHMS), help="dispatch algorithm")
+    parser.add_argument("--chunk-size", type=int, help="tokens per chunk (default: chosen)")
+    parser.add_argument("--degree", type=int, help="remote steps (default: chosen by the cost model)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="save a picture of the plan")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return parser.parse_args(argv)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise InputError(f"{name}: {error}; write whole numbers separated by blanks, commas or lines") from None
+
+
+def _read_text(name: str, path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{name}={path}: cannot be read ({error}); give a text file") from None
+
+
+def read_mask(args: argparse.Namespace) -> AttnMask:
+    """The mask that the arguments describe."""
+    if args.mask is not None:
+        if args.full or args.window:
+            raise InputError("--full and --window describe documents; a --mask file already says who sees whom: leave them out")
+        return AttnMask.from_json(_read_text("--mask", args.mask))
+    if args.docs is not None:
+        cu_seqlens = list(itertools.accumulate(_numbers("--docs", _read_text("--docs", args.docs)), initial=0))
+    else:
+        is_list = args.cu_seqlens.replace(",", "").replace(" ", "").isdigit()
+        text = args.cu_seqlens if is_list else _read_text("--cu-seqlens", Path(args.cu_seqlens))
+        cu_seqlens = _numbers("--cu-seqlens", text)
+    window = (-1, -1) if args.window is None else tuple(_numbers("--window", args.window))
+    if len(window) != 2:
+        raise InputError(f"--window={args.window!r} must be two numbers LEFT,RIGHT, e.g. 1023,0")
+    return from_cu_seqlens(cu_seqlens, cu_seqlens, causal=not args.full, window_size=window)
+
+
+def plan(args: argparse.Namespace, mask: AttnMask) -> PlanSummary:
+    """Plans for all ranks, without any rank's transfers."""
+    if not 1 <= args.ranks <= MAX_RANKS:
+        raise InputError(f"--ranks={args.ranks} must be in 1..{MAX_RANKS}")
+    if args.nodes < 1 or args.ranks % args.nodes:
+        raise InputError(f"--nodes={args.nodes} must divide --ranks={args.ranks} evenly")
+    heads = _numbers("--heads", args.heads.replace(":", " "))
+    if len(heads) != 2:
+        raise InputError(f"--heads={args.heads!r} must be query and key heads, e.g. 64:8")
+    config = cfg.DistAttnConfig(
+        dispatch_config=cfg.DispatchConfig(alg=ALGORITHMS[args.alg], chunk_size=args.chunk_size),
+        overlap_config=cfg.OverlapConfig(degree=args.degree),
+    )
+    request = PlanRequest(
+        num_heads_q=heads[0],
+        num_heads_kv=heads[1],
+        head_dim=args.head_dim,
+        num_nodes=args.nodes,
+        machine=args.machine,
+        is_same_source=mask.total_q == mask.total_k,
+    )
+    return summarize(mask, args.ranks, config, request)
+
+
+def _spread(values: Any) -> dict[str, float]:
+    return {"min": float(np.min(values)), "mean": float(np.mean(values)), "max": float(np.max(values))}
+
+
+def _direction(summary: DirectionSummary) -> dict[str, Any]:
+    slowest = float(summary.rank_times_us.max())
+    ideal = float(summary.compute_us.mean())
+    return {
+        "remote_steps": summary.degree,
+        "recv_bytes": _spread(summary.recv_bytes),
+        "send_bytes": _spread(summary.send_bytes),
+        "time_us": slowest,
+        "compute_us": _spread(summary.compute_us),
+        "efficiency": ideal / slowest if slowest > 0 else 1.0,
+    }
+
+
+def as_json(mask: AttnMask, summary: PlanSummary, plan_ms: float) -> dict[str, Any]:
+    """Everything the text shows, as plain numbers."""
+    return {
+        "mask": {
+            "total_q": mask.total_q,
+            "total_k": mask.total_k,
+            "slices": summary.num_slices,
+            "area": summary.area,
+            "digest": mask.digest,
+        },
+        "ranks": summary.dispatch_q.cp_size,
+        "machine": summary.machine,
+        "plan_ms": plan_ms,
+        "chunk_size": summary.dispatch_q.chunk_size,
+        "imbalance": summary.imbalance,
+        "tokens": _spread(summary.rank_tokens),
+        "recv_rows": _spread(summary.rank_recv_rows),
+        "send_rows": _spread(summary.rank_send_rows),
+        "remote_rows": summary.remote_rows,
+        "remote_rows_lower_bound": summary.remote_rows_lower_bound,
+        "forward": _direction(summary.forward),
+        "backward": _direction(summary.backward),
+        "reasons": list(summary.reasons),
+    }
+
+
+def print_text(values: dict[str, Any]) -> None:
+    """The summary for people."""
+    mask, ranks = values["mask"], values["ranks"]
+    pairs = mask["total_q"] * mask["total_k"]
+    print(f"mask      {mask['total_q']:,} x {mask['total_k']:,} tokens, {mask['slices']:,} slices, {mask['area']:,} visible pairs", end="")
+    print(f" ({mask['area'] / pairs:.2%})" if pairs else "")
+    print(f"plan      {ranks} ranks in {values['plan_ms']:.1f} ms, chunks of {values['chunk_size']:,} tokens")
+    print(f"balance   largest / mean work {values['imbalance']:.4f}, tokens per rank {_text(values['tokens'])}")
+    print(f"traffic   key rows received per rank {_text(values['recv_rows'])}, sent {_text(values['send_rows'])}")
+    print(f"          {values['remote_rows']:,} rows in all; no dispatch with such shares can move fewer than", end=" ")
+    print(f"{values['remote_rows_lower_bound']:,}")
+    for name in ("forward", "backward"):
+        part = values[name]
+        print(
+            f"{name:9s} 1 local + {part['remote_steps']} remote steps, {part['time_us'] / 1e3:,.3f} ms predicted on {values['machine']},",
+            end=" ",
+        )
+        print(f"{part['efficiency']:.1%} of perfect scaling, {part['recv_bytes']['max'] / 2**20:,.1f} MiB into the busiest rank")
+    for reason in values["reasons"]:
+        print(f"because   {reason}")
+
+
+def _text(spread: dict[str, float]) -> str:
+    return f"{spread['min']:,.0f} / {spread['mean']:,.0f} / {spread['max']:,.0f} (least / mean / most)"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 when the arguments do not describe a plan."""
+    args = parse_args(argv)
+    try:
+        mask = read_mask(args)
+        start = time.perf_counter()
+        summary = plan(args, mask)
+        values = as_json(mask, summary, 1e3 * (time.perf_counter() - start))
+        if args.plot is not None:
+            from magi_attention.plan.plot import plot_summary
+
+            plot_summary(summary, args.plot)
+    except (InputError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(values, indent=1))
+    else:
+        print_text(values)
+        if args.plot is not None:
+            print(f"picture   {args.plot}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,87 @@
+"""The planner's command line as a user types it: text, JSON, picture, and one readable line for every wrong argument."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from magi_attention.mask.builders import from_cu_seqlens
+from magi_attention.plan.__main__ import main
+
+
+def test_text_says_balance_traffic_steps_and_times(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cu-seqlens", "0,7000,13107", "--window", "1023,0", "--ranks", "8"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("visible pairs", "largest / mean work", "key rows received", "remote steps", "predicted on h200", "because"):
+        assert word in printed
+
+
+def test_json_counts_equal_the_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("137, 2041\n89\n")
+    assert main(["--docs", str(lengths), "--ranks", "3", "--heads", "8:2", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["mask"]["area"] == 2_097_319
+    assert values["tokens"]["mean"] * 3 == 2_267
+    assert values["recv_rows"]["mean"] == values["send_rows"]["mean"]
+    assert values["remote_rows"] >= values["remote_rows_lower_bound"]
+
+
+def test_mask_file_and_borders_give_the_same_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mask_file = tmp_path / "mask.json"
+    mask_file.write_text(from_cu_seqlens([0, 300, 1000], [0, 300, 1000], causal=True).to_json())
+    plans = []
+    for source in (["--mask", str(mask_file)], ["--cu-seqlens", "0 300 1000"]):
+        assert main([*source, "--ranks", "4", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out) | {"plan_ms": 0})
+    assert plans[0] == plans[1]
+
+
+def test_thousands_of_ranks_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cu-seqlens", "0,1000000", "--ranks", "4096", "--nodes", "512", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == 4_096
+
+
+@pytest.mark.parametrize("ranks", ["5", "200"])
+def test_picture(tmp_path: Path, ranks: str) -> None:
+    path = tmp_path / "plan.png"
+    assert main(["--cu-seqlens", "0,7000,13107", "--ranks", ranks, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_no_tokens_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cu-seqlens", "0", "--ranks", "4"]) == 0
+    assert "0 visible pairs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--cu-seqlens", "0,5,3", "--ranks", "2"], "cu_seqlens"),
+        (["--cu-seqlens", "0,10", "--ranks", "0"], "--ranks=0"),
+        (["--cu-seqlens", "0,10", "--ranks", "4097"], "--ranks=4097"),
+        (["--cu-seqlens", "0,10", "--ranks", "6", "--nodes", "4"], "--nodes=4"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--heads", "8"], "--heads"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--window", "5"], "--window"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--window=-1,-3"], "window"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--chunk-size", "0"], "chunk_size"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--degree", "0"], "degree"),
+        (["--cu-seqlens", "nowhere.txt", "--ranks", "2"], "nowhere.txt"),
+        (["--docs", "nowhere.txt", "--ranks", "2"], "nowhere.txt"),
+        (["--mask", "nowhere.json", "--ranks", "2", "--full"], "--full"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--plot", "/nowhere/plan.png"], "/nowhere"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert named in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_document_file_with_words_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("10 twenty 30")
+    assert main(["--docs", str(lengths), "--ranks", "2"]) == 2
+    assert "twenty" in capsys.readouterr().err

@@ -62,6 +62,7 @@ class Problem:
     has_overlap: bool = True
     sink_grad_reduce: str | None = None
     num_nodes: int = 1
+    constants: tuple[tuple[str, float], ...] = ()  # inputs that hold one number everywhere
 
     @property
     def mask(self) -> AttnMask:
@@ -114,6 +115,8 @@ class Problem:
             drawn["sink"] = draw(self.num_sinks, self.num_heads_q).to(statistics)
         elif self.sink_layout == "ssh":
             drawn["sink"] = draw(self.total_q, self.num_sinks, self.num_heads_q).to(statistics)
+        for name, number in self.constants:
+            drawn[name].fill_(number)
         return drawn
 
 
@@ -241,9 +244,13 @@ def eager(problem: Problem) -> dict[str, torch.Tensor]:
     return _with_grads(problem, dense_attention, problem.inputs())
 
 
-def assert_parity(problem: Problem, parts: Sequence[dict[str, np.ndarray]], note: str = "") -> None:
-    """Rule NUM on everything a call gives: ours against float64, bounded by the error of eager in the same dtype."""
-    ours, exact, plain = assemble(problem, parts), reference(problem), eager(problem)
+def assert_parity(problem: Problem, parts: Sequence[dict[str, np.ndarray]], note: str = "", twins: Any = None) -> None:
+    """Rule NUM on everything a call gives: ours against float64, bounded by the error of eager in the same dtype.
+
+    `twins` is (reference(problem), eager(problem)) when a test has them already.
+    """
+    exact, plain = twins or (reference(problem), eager(problem))
+    ours = assemble(problem, parts)
     for name, tensor in ours.items():
         label = f"{note}{name} on {len(parts)} ranks"
         if name in ("lse", "max_logits"):

@@ -116,20 +116,18 @@ def random_mask(rng: np.random.Generator, total_q: int, total_k: int, *, max_sli
     return AttnMask.from_slices(random_slices(rng, total_q, total_k, max_slices=max_slices), total_q, total_k)
 
 
-def _edge(rng: np.random.Generator, total: int) -> int:
-    multiple = int(rng.choice(EDGE_MULTIPLES))
-    edge = multiple * int(rng.integers(0, total // multiple + 2)) + int(rng.integers(-1, 2))
-    return min(max(edge, 0), total)
-
-
-def _range(rng: np.random.Generator, total: int) -> tuple[int, int]:
-    first, second = sorted((_edge(rng, total), _edge(rng, total)))
-    return first, second
+def _random_box(rng: np.random.Generator, total_q: int, total_k: int) -> tuple[int, int, int, int]:
+    """(q_start, q_end, k_start, k_end) with edges at and beside the multiples; drawn together, since draws are what takes time."""
+    totals = np.array([total_q, total_q, total_k, total_k])
+    multiples = np.array(EDGE_MULTIPLES)[rng.integers(0, len(EDGE_MULTIPLES), 4)]
+    edges = multiples * rng.integers(0, totals // multiples + 2) + rng.integers(-1, 2, 4)
+    first_q, second_q, first_k, second_k = edges.clip(0, totals).tolist()
+    return min(first_q, second_q), max(first_q, second_q), min(first_k, second_k), max(first_k, second_k)
 
 
 def _random_piece(rng: np.random.Generator, total_q: int, total_k: int, bands: bool) -> list[Int32Array]:
     """One random slice, or two that tile it: cut along rows, keys or (bands only) a diagonal."""
-    (q_start, q_end), (k_start, k_end) = _range(rng, total_q), _range(rng, total_k)
+    q_start, q_end, k_start, k_end = _random_box(rng, total_q, total_k)
     if not bands or rng.random() < 0.6:
         ranges = np.array([[q_start, q_end], [k_start, k_end]], np.int64)
         return [bands_from_types(ranges[:1], ranges[1:], rng.integers(0, 4, 1))[0]]
@@ -154,7 +152,7 @@ def _random_piece(rng: np.random.Generator, total_q: int, total_k: int, bands: b
 
 
 def _empty_slice(rng: np.random.Generator, total_q: int, total_k: int, bands: bool) -> Int32Array:
-    (q_start, q_end), (k_start, k_end) = _range(rng, total_q), _range(rng, total_k)
+    q_start, q_end, k_start, k_end = _random_box(rng, total_q, total_k)
     kind = int(rng.integers(0, 3 if bands else 2))
     if kind == 2:
         return np.array([q_start, q_end, k_start, k_end, 1, 0], np.int32)
@@ -166,6 +164,7 @@ def _empty_slice(rng: np.random.Generator, total_q: int, total_k: int, bands: bo
 
 
 def _cells(slice_record: Int32Array) -> npt.NDArray[np.bool_]:
-    q_start, q_end, k_start, k_end, lo, hi = (int(number) for number in slice_record)
+    q_start, q_end, k_start, k_end, lo, hi = slice_record.tolist()
     distance = np.arange(k_start, k_end)[None, :] - np.arange(q_start, q_end)[:, None]
-    return (lo <= distance) & (distance <= hi)
+    inside: npt.NDArray[np.bool_] = (lo <= distance) & (distance <= hi)
+    return inside

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kUnit = 128;               // rows of a kernel tile
 constexpr int64_t kShortChunksPerRank = 16;  // below kUnit tokens per chunk we do not go past this many
+constexpr int kFinerTries = 3;               // sizes looked at below the first that balances
 
 bool ignores_mask(DispatchAlgorithm algorithm) {
     return algorithm == DispatchAlgorithm::kContiguous || algorithm == DispatchAlgorithm::kZigzag;
@@ -52,38 +53,71 @@ std::vector<int64_t> candidate_chunk_sizes(int64_t total_tokens, int32_t cp_size
     }
 }
 
-DispatchOutcome solve_dispatch(const DispatchRequest& request) {
-    const std::vector<int64_t> sizes = request.chunk_size > 0
-                                           ? std::vector<int64_t>{request.chunk_size}
-                                           : candidate_chunk_sizes(request.total_tokens, request.cp_size, request.is_even);
-    // Coarser grids add up the areas of the finest one where the sizes nest.
-    const ChunkGrid finest{request.total_tokens,
-                           request.chunk_size > 0 ? request.chunk_size : chunk_unit(request.total_tokens, request.cp_size)};
+namespace {
+
+// Grids to try, falling chunk sizes, with their areas. Coarser grids add up the areas of the finest one where the sizes nest.
+std::vector<DispatchDesc> candidate_grids(const DispatchRequest& request) {
+    if (request.chunk_size > 0) {
+        std::vector<DispatchDesc> one{make_desc(request, request.chunk_size)};
+        one[0].areas = chunk_areas(request.slices, one[0].grid);
+        return one;
+    }
+    const ChunkGrid finest{request.total_tokens, chunk_unit(request.total_tokens, request.cp_size)};
     const std::vector<int64_t> finest_areas = chunk_areas(request.slices, finest);
-    std::optional<DispatchOutcome> best;
-    bool was_balanced = false;
-    for (const int64_t size : sizes) {
+    std::vector<DispatchDesc> grids;
+    for (const int64_t size : candidate_chunk_sizes(request.total_tokens, request.cp_size, request.is_even)) {
         DispatchDesc desc = make_desc(request, size);
-        if (size % finest.chunk_size == 0) {
-            desc.areas.assign(desc.grid.num_chunks(), 0);
-            const int64_t group = size / finest.chunk_size;
-            for (size_t chunk = 0; chunk < finest_areas.size(); ++chunk) desc.areas[chunk / group] += finest_areas[chunk];
-        } else {
+        const int64_t group = size / finest.chunk_size;
+        if (size % finest.chunk_size != 0) {
             desc.areas = chunk_areas(request.slices, desc.grid);
+        } else {
+            desc.areas.assign(desc.grid.num_chunks(), 0);
+            for (size_t chunk = 0; chunk < finest_areas.size(); ++chunk) desc.areas[chunk / group] += finest_areas[chunk];
         }
-        const BalanceLimits limits = balance_limits(desc);
-        const int64_t largest = desc.areas.empty() ? 0 : *std::max_element(desc.areas.begin(), desc.areas.end());
-        const bool is_last = size == sizes.back();
-        if (!is_last && !ignores_mask(request.algorithm) && largest > limits.max_area) continue;  // no assignment can balance
+        grids.push_back(std::move(desc));
+    }
+    return grids;
+}
+
+int64_t largest_area(const DispatchDesc& desc) { return desc.areas.empty() ? 0 : *std::max_element(desc.areas.begin(), desc.areas.end()); }
+
+// Leaves out grids on which no assignment can balance because one chunk alone is too large; when that holds for all, keeps those
+// whose largest chunk is near the smallest possible, so that nobody gets tiny chunks for nothing.
+std::vector<DispatchDesc> promising(std::vector<DispatchDesc> grids) {
+    int64_t smallest = largest_area(grids.front());
+    for (const DispatchDesc& desc : grids) smallest = std::min(smallest, largest_area(desc));
+    const int64_t bound = std::max(balance_limits(grids.front()).max_area, smallest + smallest / 20);
+    std::erase_if(grids, [&](const DispatchDesc& desc) { return largest_area(desc) > bound; });
+    return grids;
+}
+
+}  // namespace
+
+DispatchOutcome solve_dispatch(const DispatchRequest& request) {
+    std::vector<DispatchDesc> grids = candidate_grids(request);
+    const bool is_fixed_layout = ignores_mask(request.algorithm);
+    if (!is_fixed_layout) grids = promising(std::move(grids));
+    std::optional<DispatchOutcome> best;
+    int finer_tries = 0;
+    for (DispatchDesc& desc : grids) {
         const ChunkNeeds needs = chunk_needs(request.slices, desc.grid);
         desc.needs = &needs;
+        const BalanceLimits limits = balance_limits(desc);
         DispatchOutcome outcome = solve_on_grid(desc, request);
-        // A fixed layout is judged by its tokens, which is all that the chunk size can change in it.
-        const bool is_enough = ignores_mask(request.algorithm) ? outcome.max_tokens <= limits.mean_tokens + limits.mean_tokens / 50
-                                                               : is_balanced(outcome, limits);
-        if (!best || is_better_outcome(outcome, *best, limits)) best = std::move(outcome);
-        if (was_balanced || (is_enough && (ignores_mask(request.algorithm) || best->remote_rows == 0))) break;
-        was_balanced = is_enough;
+        if (is_fixed_layout) {
+            // Only its tokens depend on the chunk size.
+            if (!best || outcome.max_tokens < best->max_tokens) best = std::move(outcome);
+            if (best->max_tokens <= limits.mean_tokens + limits.mean_tokens / 50) break;
+            continue;
+        }
+        if (best && is_balanced(*best, limits)) {
+            // Finer chunks than needed are only worth it while they save a good part of the key rows.
+            if (is_balanced(outcome, limits) && outcome.remote_rows < best->remote_rows - best->remote_rows / 16) best = std::move(outcome);
+            if (++finer_tries == kFinerTries) break;
+        } else if (!best || is_better_outcome(outcome, *best, limits)) {
+            best = std::move(outcome);
+        }
+        if (is_balanced(*best, limits) && best->remote_rows <= request.total_tokens / 16) break;
     }
     return std::move(*best);
 }

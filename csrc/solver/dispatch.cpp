@@ -44,41 +44,12 @@ constexpr int64_t kBalanceWork = 1 << 20;
 constexpr int64_t kLowerBoundWork = int64_t{1} << 26;
 constexpr int64_t kLocalityWork = 1 << 18;
 constexpr int64_t kWorkPerChunk = 64;
-// The ring walk costs ranks * chunks; beyond this many steps it runs on groups of chunks.
-constexpr int64_t kMaxRingSteps = int64_t{1} << 25;
 
 // Per cent of the mean above the limit, rounded up; 0 when within it.
 int64_t excess(int64_t value, int64_t limit, int64_t mean, int64_t step_percent) {
     if (value <= limit) return 0;
     const int64_t step = std::max<int64_t>(1, mean / 100 * step_percent);
     return (value - limit + step - 1) / step;
-}
-
-// Neighbouring chunks taken as one, so that large grids stay cheap.
-DispatchDesc coarsened(const DispatchDesc& desc, int64_t group) {
-    DispatchDesc coarse = desc;
-    coarse.grid.chunk_size *= group;
-    coarse.areas.assign(coarse.grid.num_chunks(), 0);
-    for (int64_t chunk = 0; chunk < desc.num_chunks(); ++chunk) coarse.areas[chunk / group] += desc.areas[chunk];
-    return coarse;
-}
-
-Owners balanced_ring_owners(const DispatchDesc& desc, const DispatchRequest& request, const BalanceLimits& limits) {
-    const int64_t n = desc.num_chunks();
-    const int64_t group = std::max<int64_t>(1, n * desc.cp_size / 2 / kMaxRingSteps + (n * desc.cp_size / 2 > kMaxRingSteps ? 1 : 0));
-    if (group == 1 || (desc.is_even && n / desc.cp_size % group != 0)) {
-        Owners owner = ring_cut_owners(desc, limits);
-        balance_search(desc, limits.mean_area + limits.mean_area / 100, limits.max_tokens, kBalanceWork + kWorkPerChunk * n, owner);
-        return owner;
-    }
-    DispatchDesc coarse = coarsened(desc, group);
-    const ChunkNeeds needs = chunk_needs(request.slices, coarse.grid);
-    coarse.needs = &needs;
-    const Owners coarse_owner = ring_cut_owners(coarse, balance_limits(coarse));
-    Owners owner(n);
-    for (int64_t chunk = 0; chunk < n; ++chunk) owner[chunk] = coarse_owner[chunk / group];
-    balance_search(desc, limits.mean_area + limits.mean_area / 100, limits.max_tokens, kBalanceWork + kWorkPerChunk * n, owner);
-    return owner;
 }
 
 DispatchOutcome outcome_of(const DispatchDesc& desc, Owners owner, DispatchWay way) {
@@ -95,7 +66,7 @@ DispatchOutcome outcome_of(const DispatchDesc& desc, Owners owner, DispatchWay w
 }
 
 // The default: several starts, each improved; balance decides, then tokens, then key rows, then the earlier one.
-DispatchOutcome min_heap_outcome(const DispatchDesc& desc, const DispatchRequest& request) {
+DispatchOutcome min_heap_outcome(const DispatchDesc& desc) {
     const BalanceLimits limits = balance_limits(desc);
     const int64_t n = desc.num_chunks(), balance_work = kBalanceWork + kWorkPerChunk * n;
     std::optional<DispatchOutcome> best;
@@ -107,11 +78,15 @@ DispatchOutcome min_heap_outcome(const DispatchDesc& desc, const DispatchRequest
         offer(contiguous_owners(desc), DispatchWay::kContiguousCut);
     else
         offer(cut_owners(desc, std::max(limits.max_area, min_max_area_by_search(desc.areas, desc.cp_size))), DispatchWay::kContiguousCut);
-    if (n >= desc.cp_size) offer(balanced_ring_owners(desc, request, limits), DispatchWay::kRingCut);
+    if (n >= desc.cp_size) {
+        Owners owner = ring_cut_owners(desc, limits);
+        balance_search(desc, limits.max_area, limits.max_tokens, balance_work, owner);
+        offer(std::move(owner), DispatchWay::kRingCut);
+    }
     if (!is_balanced(*best, limits)) {
         for (const int64_t max_tokens : {limits.max_tokens, desc.grid.total_tokens}) {
             Owners owner = heap_owners(desc, max_tokens);
-            balance_search(desc, limits.mean_area + limits.mean_area / 100, max_tokens, balance_work, owner);
+            balance_search(desc, limits.max_area, max_tokens, balance_work, owner);
             locality_search(desc, limits, kLocalityWork + kWorkPerChunk * n, owner);
             offer(std::move(owner), DispatchWay::kHeap);
             if (desc.is_even || is_balanced(*best, limits)) break;
@@ -149,7 +124,7 @@ DispatchOutcome solve_on_grid(const DispatchDesc& desc, const DispatchRequest& r
         case DispatchAlgorithm::kSortedSequential:
             return named(sorted_sequential_owners(desc));
         case DispatchAlgorithm::kMinHeap:
-            return min_heap_outcome(desc, request);
+            return min_heap_outcome(desc);
         case DispatchAlgorithm::kToppHeap:
             return named(topp_heap_owners(desc, limits.max_tokens, request.top_p_ppm));
         case DispatchAlgorithm::kLowerBound: {

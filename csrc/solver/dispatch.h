@@ -38,6 +38,10 @@ struct DispatchDesc {
     int64_t num_chunks() const { return static_cast<int64_t>(areas.size()); }
 };
 
+// Price of one more remote key row in visible pairs, where the two are traded within the limits: about the local queries a fetched row
+// must meet to be hidden (cost model of the exchange; a power of two near 210).
+inline constexpr int64_t kPairsPerRow = 256;
+
 // What balance is worth: areas up to `max_area` and tokens up to `max_tokens` per rank count as balanced.
 struct BalanceLimits {
     int64_t mean_area = 0, max_area = 0;      // ceil of the mean, 1.02 of it

@@ -1,10 +1,13 @@
 // Balances two loads at once, area and tokens, with few runs per rank.
 //
-// Close the tokens to a ring. Among all windows of 1/R of its tokens the average area is 1/R of the total, and area changes little from
-// one window to the next, so some window has (nearly) both shares: give it to a rank, close the gap, repeat with R - 1. Each rank adds
-// at most two cuts, so the R ranks own at most 2R - 1 runs together. (The ring argument of necklace splitting, done on a grid.)
-// One causal document becomes zigzag; a window mask becomes contiguous; packed documents are cut between documents where they can be.
-// Among the windows that balance, the one whose cuts carry the fewest key rows is taken.
+// Close the tokens to a ring. Among all windows with half of its tokens the average area is half of the total, and area changes little
+// from one window to the next, so some window has (nearly) half of both: give it to half of the ranks, the rest to the others, and
+// split both parts again as rings of their own. Each split adds at most two cuts, so R ranks own at most 2R - 1 runs together, and
+// the whole costs chunks * log R. (The ring argument of necklace splitting, done on a grid.) One causal document becomes a zigzag;
+// a window mask becomes contiguous; packed documents are cut between documents where they can be.
+// Among the windows that balance, the one whose cuts carry few key rows at a small miss of the share is taken.
+#include <numeric>
+
 #include "solver/dispatch.h"
 #include "solver/remote_rows.h"
 
@@ -18,10 +21,7 @@ struct Window {
     int64_t miss = 0;              // distance of its area from the share
 };
 
-bool is_better(const Window& a, const Window& b) {
-    if (b.start < 0) return true;
-    return a.rows != b.rows ? a.rows < b.rows : a.miss < b.miss;
-}
+bool is_better(const Window& a, const Window& b) { return b.start < 0 || a.rows * kPairsPerRow + a.miss < b.rows * kPairsPerRow + b.miss; }
 
 // What a window should hold: area and tokens, or chunks when every rank must own the same number.
 struct Share {
@@ -33,25 +33,40 @@ struct Share {
 class Ring {
 public:
     Ring(const DispatchDesc& desc, const BalanceLimits& limits)
-        : desc_(desc), limits_(limits), border_(border_rows(desc.grid, *desc.needs, desc.owns_keys)), left_(desc.num_chunks()) {
-        for (size_t i = 0; i < left_.size(); ++i) left_[i] = static_cast<int32_t>(i);
-    }
+        : desc_(desc), limits_(limits), border_(border_rows(desc.grid, *desc.needs, desc.owns_keys)) {}
 
     Owners run() {
         Owners owner(desc_.num_chunks(), 0);
-        for (int32_t rank = 0; rank + 1 < desc_.cp_size && !left_.empty(); ++rank) {
-            unroll();
-            const Share share = share_of(desc_.cp_size - rank);
-            Window window = cheapest_window(share);
-            if (window.start < 0) window = nearest_window(share);
-            give(window, rank, owner);
-        }
-        for (const int32_t chunk : left_) owner[chunk] = desc_.cp_size - 1;
+        std::vector<int32_t> all(desc_.num_chunks());
+        std::iota(all.begin(), all.end(), 0);
+        split(std::move(all), 0, desc_.cp_size, owner);
         return owner;
     }
 
 private:
-    int64_t size() const { return static_cast<int64_t>(left_.size()); }
+    // Gives the ring of the ascending `chunks` to the ranks [first_rank, first_rank + ranks). Depth log2 R.
+    void split(std::vector<int32_t> chunks, int32_t first_rank, int32_t ranks, Owners& owner) {
+        if (ranks == 1 || chunks.empty()) {
+            for (const int32_t chunk : chunks) owner[chunk] = first_rank;
+            return;
+        }
+        ring_ = std::move(chunks);
+        unroll();
+        const int32_t inside = ranks / 2;
+        const Share share = share_of(inside, ranks);
+        Window window = cheapest_window(share);
+        if (window.start < 0) window = nearest_window(share);
+        // Positions past the end continue at 0.
+        const int64_t n = size(), wrapped = std::max<int64_t>(0, window.end - n), end = std::min(window.end, n);
+        std::vector<int32_t> taken(ring_.begin(), ring_.begin() + wrapped);
+        taken.insert(taken.end(), ring_.begin() + window.start, ring_.begin() + end);
+        std::vector<int32_t> rest(ring_.begin() + wrapped, ring_.begin() + window.start);
+        rest.insert(rest.end(), ring_.begin() + end, ring_.end());
+        split(std::move(taken), first_rank, inside, owner);
+        split(std::move(rest), first_rank + inside, ranks - inside, owner);
+    }
+
+    int64_t size() const { return static_cast<int64_t>(ring_.size()); }
 
     // Prefix sums and cut costs along two turns of the ring.
     void unroll() {
@@ -61,10 +76,10 @@ private:
         cut_.resize(2 * n + 1);
         area_[0] = tokens_[0] = 0;
         for (int64_t at = 0; at < n; ++at) {
-            const int32_t chunk = left_[at];
+            const int32_t chunk = ring_[at];
             area_[at + 1] = area_[at] + desc_.areas[chunk];
             tokens_[at + 1] = tokens_[at] + desc_.grid.tokens(chunk);
-            const bool is_cut_already = at == 0 || chunk != left_[at - 1] + 1;
+            const bool is_cut_already = at == 0 || chunk != ring_[at - 1] + 1;
             cut_[at] = cut_[at + n] = is_cut_already ? 0 : border_[chunk];
         }
         cut_[2 * n] = 0;
@@ -74,17 +89,20 @@ private:
         }
     }
 
-    // The slack lies around an equal share of what is left, so early ranks cannot eat the slack of later ones.
-    Share share_of(int64_t ranks_left) const {
+    // The same absolute slack at every split: its effect on one rank halves with each level above, so all levels together stay
+    // within twice the last one.
+    Share share_of(int64_t inside, int64_t ranks) const {
+        const auto part = [&](int64_t total) { return total / ranks * inside + total % ranks * inside / ranks; };
+        const int64_t area_slack = limits_.mean_area * 7 / 1000;
+        const int64_t tokens_slack = (limits_.max_tokens - limits_.mean_tokens) / 2;
         Share share;
-        share.area = area_[size()] / ranks_left;
-        share.min_area = share.area - limits_.mean_area / 100;
-        share.max_area = std::min(share.area + limits_.mean_area / 100, std::max(limits_.max_area, share.area));
-        share.tokens = tokens_[size()] / ranks_left;
-        const int64_t slack = (limits_.max_tokens - limits_.mean_tokens) * 3 / 4;
-        share.min_tokens = share.tokens - slack;
-        share.max_tokens = share.tokens + slack;
-        share.chunks = desc_.is_even ? size() / ranks_left : 0;
+        share.area = part(area_[size()]);
+        share.min_area = share.area - area_slack;
+        share.max_area = share.area + area_slack;
+        share.tokens = part(tokens_[size()]);
+        share.min_tokens = share.tokens - tokens_slack;
+        share.max_tokens = share.tokens + tokens_slack;
+        share.chunks = desc_.is_even ? size() / ranks * inside : 0;
         return share;
     }
 
@@ -94,15 +112,17 @@ private:
     }
 
     // For each start the admissible ends are one range that only moves right: a sliding minimum finds the cheapest cut in it.
+    // The end nearest to the share is the other candidate.
     Window cheapest_window(const Share& share) {
         const int64_t n = size();
         Window best;
-        int64_t area_low = 0, area_high = 0, tokens_low = 0, tokens_high = 0, pushed = 0;
+        int64_t area_low = 0, area_near = 0, area_high = 0, tokens_low = 0, tokens_high = 0, pushed = 0;
         cheap_.clear();  // ends in the range with rising cut cost, from cheap_[front] on
         size_t front = 0;
         for (int64_t start = 0; start < n; ++start) {
             const int64_t last = start + n;
             while (area_low < last && area_[area_low] - area_[start] < share.min_area) ++area_low;
+            while (area_near < last && area_[area_near] - area_[start] < share.area) ++area_near;
             while (area_high < last && area_[area_high + 1] - area_[start] <= share.max_area) ++area_high;
             if (share.chunks > 0) {
                 tokens_low = tokens_high = start + share.chunks;
@@ -117,8 +137,10 @@ private:
             }
             while (front < cheap_.size() && cheap_[front] < low) ++front;
             if (low > high || front == cheap_.size()) continue;
-            const Window window = window_at(start, cheap_[front], share);
-            if (is_better(window, best)) best = window;
+            for (const int64_t end : {cheap_[front], std::clamp(area_near, low, high)}) {
+                const Window window = window_at(start, end, share);
+                if (is_better(window, best)) best = window;
+            }
         }
         return best;
     }
@@ -140,17 +162,10 @@ private:
         return best;
     }
 
-    void give(const Window& window, int32_t rank, Owners& owner) {
-        const int64_t n = size(), wrapped = std::max<int64_t>(0, window.end - n);  // positions past the end continue at 0
-        for (int64_t at = window.start; at < window.end; ++at) owner[left_[at < n ? at : at - n]] = rank;
-        left_.erase(left_.begin() + window.start, left_.begin() + std::min(window.end, n));
-        left_.erase(left_.begin(), left_.begin() + wrapped);
-    }
-
     const DispatchDesc& desc_;
     const BalanceLimits& limits_;
     std::vector<int64_t> border_;               // cost of a cut before each chunk
-    std::vector<int32_t> left_;                 // chunks nobody owns yet, ascending
+    std::vector<int32_t> ring_;                 // ascending chunks of the part being split
     std::vector<int64_t> area_, tokens_, cut_;  // along two turns
     std::vector<int64_t> cheap_;
 };

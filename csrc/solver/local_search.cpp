@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 
 #include "solver/remote_rows.h"
 
@@ -12,8 +13,12 @@ namespace {
 
 // One exchange between the fullest rank and a light one: `give` leaves the fullest, `take` (-1: none) comes back.
 struct Trade {
-    int64_t largest = 0;  // larger area of the two ranks afterwards
+    int64_t largest = 0;      // larger area of the two ranks afterwards
+    int64_t over = 0;         // the same, but not below the target: trades that reach it are equally good
+    int32_t new_borders = 0;  // run borders added
     int32_t partner = -1, give = -1, take = -1;
+
+    auto cost() const { return std::tuple(over, new_borders, largest); }
 };
 
 // Chunks by rising area, then id.
@@ -36,9 +41,12 @@ public:
         while (work_left_ > 0) {
             const auto fullest = static_cast<int32_t>(std::max_element(loads_.area.begin(), loads_.area.end()) - loads_.area.begin());
             if (loads_.area[fullest] <= target_area_) return;
-            Trade best{loads_.area[fullest]};
-            for (const int32_t light : lightest()) {
-                if (loads_.area[light] < loads_.area[fullest]) look_at(fullest, light, best);
+            Trade best{loads_.area[fullest], loads_.area[fullest]};
+            for (int64_t partners = 8; best.partner < 0 && work_left_ > 0; partners *= 8) {
+                for (const int32_t light : lightest(partners)) {
+                    if (loads_.area[light] < loads_.area[fullest]) look_at(fullest, light, best);
+                }
+                if (partners >= desc_.cp_size) break;
             }
             if (best.partner < 0) return;
             apply(fullest, best);
@@ -46,11 +54,10 @@ public:
     }
 
 private:
-    std::vector<int32_t> lightest() {
-        constexpr int64_t kPartners = 8;
+    std::vector<int32_t> lightest(int64_t partners) {
         std::vector<int32_t> ranks(desc_.cp_size);
         std::iota(ranks.begin(), ranks.end(), 0);
-        const auto count = std::min<int64_t>(kPartners, desc_.cp_size);
+        const auto count = std::min<int64_t>(partners, desc_.cp_size);
         std::partial_sort(ranks.begin(), ranks.begin() + count, ranks.end(),
                           [&](int32_t a, int32_t b) { return std::pair(loads_.area[a], a) < std::pair(loads_.area[b], b); });
         ranks.resize(count);
@@ -62,14 +69,31 @@ private:
         return gained <= 0 || desc_.is_even || loads_.tokens[partner] + gained <= max_tokens_;
     }
 
+    // Run borders that appear (or, negative, vanish) when `chunk` goes from its owner to `to`.
+    int32_t border_change(int32_t chunk, int32_t to) const {
+        int32_t change = 0;
+        for (const int32_t neighbour : {chunk - 1, chunk + 1}) {
+            if (neighbour < 0 || neighbour >= desc_.num_chunks()) continue;
+            change += (owner_[neighbour] != to) - (owner_[neighbour] != owner_[chunk]);
+        }
+        return change;
+    }
+
     void consider(int32_t fullest, int32_t partner, int32_t give, int32_t take, Trade& best) const {
         const int64_t shift = desc_.areas[give] - (take < 0 ? 0 : desc_.areas[take]);
-        const int64_t largest = std::max(loads_.area[fullest] - shift, loads_.area[partner] + shift);
-        if (shift <= 0 || largest >= best.largest) return;
+        Trade trade{.largest = std::max(loads_.area[fullest] - shift, loads_.area[partner] + shift),
+                    .partner = partner,
+                    .give = give,
+                    .take = take};
+        trade.over = std::max(trade.largest, target_area_);
+        if (shift <= 0 || trade.largest >= loads_.area[fullest] || trade.over > best.over) return;
         const int64_t gained = desc_.grid.tokens(give) - (take < 0 ? 0 : desc_.grid.tokens(take));
         if (!tokens_allow(partner, gained) || !tokens_allow(fullest, -gained)) return;
-        best = Trade{largest, partner, give, take};
+        trade.new_borders = border_change(give, partner) + (take < 0 ? 0 : border_change(take, fullest));
+        if (best.partner < 0 || trade.cost() < best.cost()) best = trade;
     }
+
+    static constexpr size_t kAround = 4;
 
     // The best shift is half the difference: for each chunk given, the chunks of the partner around (its area - half).
     void look_at(int32_t fullest, int32_t partner, Trade& best) {
@@ -80,8 +104,8 @@ private:
         for (const int32_t give : ours) {
             if (!desc_.is_even) consider(fullest, partner, give, -1, best);
             while (at < theirs.size() && desc_.areas[theirs[at]] < desc_.areas[give] - half) ++at;
-            if (at > 0) consider(fullest, partner, give, theirs[at - 1], best);
-            if (at < theirs.size()) consider(fullest, partner, give, theirs[at], best);
+            const size_t last = std::min(at + kAround, theirs.size());
+            for (size_t i = at - std::min(at, kAround); i < last; ++i) consider(fullest, partner, give, theirs[i], best);
         }
         work_left_ -= static_cast<int64_t>(ours.size() + theirs.size());
     }
@@ -172,10 +196,13 @@ private:
 
     bool trade(int32_t chunk, int32_t back, int32_t from, int32_t to) {
         if (!fits(chunk, back, from, to)) return false;
+        const int64_t larger_before = std::max(loads_.area[from], loads_.area[to]);
         hand_over(chunk, from, to);
         if (back >= 0) hand_over(back, to, from);
         const int64_t rows_from = count(from), rows_to = count(to);
-        if (rows_from + rows_to < rows_[from] + rows_[to]) {
+        const int64_t saved = rows_[from] + rows_[to] - rows_from - rows_to;
+        const int64_t growth = std::max(loads_.area[from], loads_.area[to]) - larger_before;
+        if (saved > 0 && saved * kPairsPerRow >= growth) {
             rows_[from] = rows_from;
             rows_[to] = rows_to;
             return true;

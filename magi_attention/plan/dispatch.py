@@ -8,7 +8,7 @@ from magi_attention import _native
 from magi_attention.config import ContiguousDispatchAlg, DispatchAlg, DispatchConfig, ToppHeapDispatchAlg
 from magi_attention.errors import InputError
 from magi_attention.mask.slices import MAX_TOKENS, AttnMask
-from magi_attention.plan.types import DispatchPlan, frozen_array
+from magi_attention.plan.types import DispatchPlan, Int32Array
 
 # Order of DispatchAlgorithm in csrc/solver/dispatch.h.
 _ALGORITHMS = (
@@ -68,7 +68,7 @@ def solve_dispatch(
         algorithm=_ALGORITHMS.index(alg.name),
         top_p_ppm=max(1, round(alg.top_p * 1e6)) if isinstance(alg, ToppHeapDispatchAlg) else 1_000_000,
     )
-    plan = DispatchPlan(mask.total_q, int(solved["chunk_size"][0]), cp_size, frozen_array(solved["owner"]))
+    plan = DispatchPlan(mask.total_q, int(solved["chunk_size"][0]), cp_size, _owners(solved["owner"]))
     return plan, _reasons(solved, plan, config, alg)
 
 
@@ -96,7 +96,7 @@ def dispatch_keys(
     chunk_size = config.chunk_size or _key_chunk_size(total_k, cp_size, is_even=not config.uneven_shard)
     num_chunks = -(-total_k // chunk_size)
     if not is_permutable:
-        owner = (np.arange(1, num_chunks + 1, dtype=np.int64) * cp_size - 1) // max(num_chunks, 1)
+        owner: _native.IntArray = (np.arange(1, num_chunks + 1, dtype=np.int64) * cp_size - 1) // max(num_chunks, 1)
     else:
         owner = _native.run(
             "dispatch_keys",
@@ -109,7 +109,13 @@ def dispatch_keys(
             cp_size=cp_size,
             is_even=int(not config.uneven_shard),
         )["owner"]
-    return DispatchPlan(total_k, chunk_size, cp_size, frozen_array(owner))
+    return DispatchPlan(total_k, chunk_size, cp_size, _owners(owner))
+
+
+def _owners(values: _native.IntArray) -> Int32Array:
+    owner = np.array(values, dtype=np.int32)
+    owner.setflags(write=False)
+    return owner
 
 
 def _check(total_tokens: int, cp_size: int, config: DispatchConfig, what: str = "total_q") -> None:

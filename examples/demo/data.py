@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,31 +43,42 @@ def text_files(folder: Path) -> list[Path]:
     return found
 
 
-def packs(folder: Path, num_packs: int, seq_len: int, seed: int = 0) -> list[Pack]:
-    """`num_packs` sequences of exactly `seq_len` tokens. A document that does not fit is continued in the next sequence.
-
-    A folder with too little text is read again from the start.
-    """
+def documents(folder: Path, max_document: int, seed: int) -> Iterator[bytes]:
+    """Documents without end: pass after pass over the shuffled files, in pass p the p-th `max_document` bytes of each."""
     files = text_files(folder)
     random.Random(seed).shuffle(files)
-    result: list[Pack] = []
-    tokens = bytearray()
-    cu_seqlens = [0]
-    file_idx = 0
-    empty_in_a_row = 0
-    rest = b""
-    while len(result) < num_packs:
-        if not rest:
-            rest = files[file_idx % len(files)].read_bytes()
-            file_idx += 1
-            empty_in_a_row = 0 if rest else empty_in_a_row + 1
-            if empty_in_a_row > len(files):
+    for piece in itertools.count():
+        is_used_up = True
+        for file in files:
+            with file.open("rb") as stream:
+                stream.seek(piece * max_document)
+                document = stream.read(max_document)
+            if document:
+                is_used_up = False
+                yield document
+        if is_used_up:
+            if piece == 0:
                 raise SystemExit(f"--data {folder}: every text file below it is empty")
-            continue
-        taken, rest = rest[: seq_len - len(tokens)], rest[seq_len - len(tokens) :]
-        tokens += taken
-        cu_seqlens.append(len(tokens))
-        if len(tokens) == seq_len:
-            result.append(Pack(torch.tensor(list(tokens), dtype=torch.int64), cu_seqlens))
-            tokens, cu_seqlens = bytearray(), [0]
-    return result
+            yield from documents(folder, max_document, seed + 1)
+
+
+def packs(folder: Path, num_packs: int, seq_len: int, seed: int = 0) -> list[Pack]:
+    """`num_packs` sequences of exactly `seq_len` tokens; no document takes more than half of one.
+
+    A document that does not fit is continued in the next sequence. A folder with too little text is read again from the start.
+    """
+    result: list[Pack] = []
+    tokens, cu_seqlens = bytearray(), [0]
+    for document in documents(folder, max(1, seq_len // 2), seed):
+        rest = document
+        while rest:
+            num_free = seq_len - len(tokens)
+            tokens += rest[:num_free]
+            rest = rest[num_free:]
+            cu_seqlens.append(len(tokens))
+            if len(tokens) == seq_len:
+                result.append(Pack(torch.tensor(list(tokens), dtype=torch.int64), cu_seqlens))
+                tokens, cu_seqlens = bytearray(), [0]
+            if len(result) == num_packs:
+                return result
+    raise AssertionError("documents() never ends")

@@ -84,7 +84,7 @@ def train_step(
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         logits = model(tokens, get_position_ids(causal_key).to(device), layer_keys)
     loss_sum = F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
-    loss = reduce_loss(loss_sum, (labels != -100).sum(), group)
+    loss = reduce_loss(loss_sum, (labels != -100).sum(), group, grad_reduction="sum")
     loss.backward()
     if group is not None:
         for parameter in model.parameters():

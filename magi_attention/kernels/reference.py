@@ -69,7 +69,7 @@ def dense_attention(
         rows = sink.expand(q.shape[1], *sink.shape) if sink_layout == "sh" else sink
         scores = torch.cat([scores, rows.permute(2, 0, 1).to(scores.dtype)], dim=2)
     if scores.shape[2] == 0:  # no key at all: a reduction over nothing has no maximum
-        scores = scores.new_full((*scores.shape[:2], 1), float("-inf"))
+        scores = torch.nn.functional.pad(scores, (0, 1), value=float("-inf"))
     top = scores.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == float("-inf"), 0)
     weights = torch.exp(scores - top)

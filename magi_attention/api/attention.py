@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from magi_attention.api.keys import DistAttnKey, check_key
+from magi_attention.api.keys import DistAttnKey, check_living_key
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.errors import InputError
 from magi_attention.runtime.attention import dist_attention
@@ -48,7 +48,7 @@ def calc_attn(
         InputError: before any message, when the tensors do not fit the key; in check mode also when ranks disagree.
         CommError: an exchange failed or timed out.
     """
-    check_key(key, "key")
+    check_living_key(key)
     _check_heads(q, k, v, key)
     out, lse, max_logits = dist_attention(
         q,

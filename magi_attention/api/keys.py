@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
 
 from magi_attention import env
 from magi_attention.api.key_cache import BoundedCache, cache_of
 from magi_attention.api.padding import compute_pad_size
-from magi_attention.comm import SINGLE, CommGroup, agree, comm_group
+from magi_attention.comm import SINGLE, CommGroup, agree
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask
@@ -282,15 +283,31 @@ def announce_refusal(group: CommGroup) -> Iterator[None]:
 
 
 def check_key(key: DistAttnKey, name: str) -> None:
-    """A living key.
+    """A key.
 
     Raises:
-        InputError: not a DistAttnKey, or its process group was destroyed.
+        InputError: another type.
     """
     if not isinstance(key, DistAttnKey):
         raise InputError(f"{name} is a {type(key).__name__}; it must be a DistAttnKey, from magi_attn_flex_key or magi_attn_varlen_key")
-    if not key.group.is_single:
-        comm_group(key.group.flat)  # refuses a group that torch.distributed has destroyed
+
+
+def check_living_key(key: DistAttnKey) -> None:
+    """A key whose ranks can be reached.
+
+    Raises:
+        InputError: another type, or its process group was destroyed.
+    """
+    check_key(key, "key")
+    if key.group.is_single:
+        return
+    try:
+        dist.get_process_group_ranks(key.group.flat)
+    except (KeyError, ValueError, RuntimeError):
+        raise InputError(
+            f"key was made on a cp group of global ranks {list(key.group.members)} that torch.distributed no longer has; "
+            "build the key again on a live group"
+        ) from None
 
 
 def make_key(

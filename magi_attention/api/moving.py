@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from magi_attention.api.keys import DistAttnKey, check_key
+from magi_attention.api.keys import DistAttnKey, check_living_key
 from magi_attention.errors import InputError
 from magi_attention.runtime import loss, tokens
 from magi_attention.runtime import roll as rolling
@@ -14,7 +14,7 @@ from magi_attention.runtime.rows import TokenOwners
 
 
 def _owners(key: DistAttnKey, role: str) -> TokenOwners:
-    check_key(key, "key")
+    check_living_key(key)
     if role not in ("q", "k"):
         raise InputError(f'role={role!r} must be "q" (query tokens) or "k" (key and value tokens, when is_same_source=False)')
     return key.owners_q if role == "q" else key.owners_k

@@ -104,9 +104,11 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=16.0, help="MiB of k and v that one rank receives")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
+    if args.ranks < 2:
+        parser.error(f"--ranks {args.ranks}: an exchange needs at least 2")
     is_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= args.ranks
     backend, device = ("nccl", "cuda") if is_cuda else ("gloo", "cpu")
-    num_rows = max(1, round(args.mib * 2**20 / ROW_BYTES / max(1, args.ranks - 1)))
+    num_rows = max(1, round(args.mib * 2**20 / ROW_BYTES / (args.ranks - 1)))
     pool = RankPool(backend)
     rows = []
     print("  ".join(f"{name:>12}" for name in COLUMNS))

@@ -23,6 +23,7 @@ from magi_attention.mask.builders import from_cu_seqlens
 from magi_attention.mask.slices import AttnMask
 from magi_attention.plan.build import PlanRequest
 from magi_attention.plan.cost import DEFAULT_MACHINE, MACHINES
+from magi_attention.plan.plot import plot_summary
 from magi_attention.plan.summary import DirectionSummary, PlanSummary, summarize
 
 MAX_RANKS = 4_096
@@ -198,8 +199,6 @@ def main(argv: list[str] | None = None) -> int:
         summary = plan(args, mask)
         values = as_json(mask, summary, 1e3 * (time.perf_counter() - start))
         if args.plot is not None:
-            from magi_attention.plan.plot import plot_summary
-
             plot_summary(summary, args.plot)
     except (InputError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

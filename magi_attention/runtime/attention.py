@@ -28,7 +28,7 @@ from magi_attention.kernels.select import choose, describe
 from magi_attention.kernels.sink import sink_backward, sink_lse
 from magi_attention.plan.types import RankPlan, StepPlan
 from magi_attention.runtime import checks
-from magi_attention.runtime.steps import Arrivals, GradReturns
+from magi_attention.runtime.steps import Arrivals, ExchangeRule, GradReturns, select_exchange_rule
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class AttentionCall:
     """What one call of dist_attention is made with, besides its tensors."""
 
     plan: RankPlan
-    group: CommGroup
+    rule: ExchangeRule
     config: DistAttnConfig
     sink_layout: str
     softmax_scale: float
@@ -44,18 +44,12 @@ class AttentionCall:
     wants_max_logits: bool
 
     @property
-    def flat_group(self) -> dist.ProcessGroup | None:
-        """The group of all cp ranks; None on a single rank, where nothing is ever sent."""
-        return None if self.group.is_single else self.group.flat
+    def group(self) -> CommGroup:
+        return self.rule.group
 
     @property
     def kernel_options(self) -> dict[str, Any]:
         return {"softmax_scale": self.softmax_scale, "softcap": self.softcap, "backend": self.config.kernel_backend}
-
-    def arrivals(self, steps: tuple[StepPlan, ...], k: torch.Tensor, v: torch.Tensor, what: str) -> Arrivals:
-        """The stream of keys and values for `steps`."""
-        is_overlapped = self.config.overlap_config.enable
-        return Arrivals(steps, (k, v), self.group, is_overlapped=is_overlapped, timeout_s=self.config.grpcoll_config.timeout_s, what=what)
 
 
 def dist_attention(
@@ -106,7 +100,8 @@ def dist_attention(
     choose(describe(q, k, v, sink=sink, sink_layout=sink_layout, softcap=softcap), config.kernel_backend)
     checks.check_local_rows(q, k, plan)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    call = AttentionCall(plan, _group_of(plan, group), config, sink_layout, scale, float(softcap), return_max_logits)
+    rule = select_exchange_rule(config, _group_of(plan, group))
+    call = AttentionCall(plan, rule, config, sink_layout, scale, float(softcap), return_max_logits)
     if env.check_enabled():
         checks.check_plan(plan)
         options = {
@@ -179,15 +174,15 @@ def _forward(
     lse = sink_lse(sink, call.sink_layout, num_rows, num_heads, accumulate_dtype, q.device)
     max_logits = torch.full((num_heads,), -torch.inf, dtype=accumulate_dtype, device=q.device) if call.wants_max_logits else None
     guard = _BadValueGuard()
-    arrivals = call.arrivals(plan.forward, k, v, "forward k, v of")
+    arrivals = Arrivals(plan.forward, (k, v), call.rule, "forward k, v of")
     for index, step in enumerate(plan.forward):
         step_k, step_v = arrivals.take(index)
         work_list = _work_list(step, plan.num_local_q)
         attention_forward(q, step_k, step_v, work_list, out=out, lse=lse, max_logits=max_logits, **call.kernel_options)
         guard.look(index, out=out, lse=lse)
     guard.report(call, q.device)
-    if max_logits is not None and call.flat_group is not None:
-        dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=call.flat_group)
+    if max_logits is not None and not call.group.is_single:
+        dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=call.group.flat)
     return out.to(q.dtype), lse, max_logits
 
 
@@ -206,9 +201,8 @@ def _backward(
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
     guard = _BadValueGuard()
     guard.look(0, dout=dout)
-    arrivals = call.arrivals(plan.backward, k, v, "backward k, v of")
-    overlap, timeout_s = call.config.overlap_config.enable, call.config.grpcoll_config.timeout_s
-    returns = GradReturns((dk, dv), call.group, is_overlapped=overlap, timeout_s=timeout_s)
+    arrivals = Arrivals(plan.backward, (k, v), call.rule, "backward k, v of")
+    returns = GradReturns((dk, dv), call.rule)
     for index, step in enumerate(plan.backward):
         step_k, step_v = arrivals.take(index)
         if index == 0:
@@ -228,8 +222,8 @@ def _backward(
 def _sink_grad(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, call: AttentionCall) -> torch.Tensor:
     dsink = sink_backward(sink, call.sink_layout, lse, delta)
     reduction = call.config.sink_grad_reduce
-    if reduction is not None and call.sink_layout == "sh" and call.flat_group is not None:
-        dist.all_reduce(dsink, group=call.flat_group)
+    if reduction is not None and call.sink_layout == "sh" and not call.group.is_single:
+        dist.all_reduce(dsink, group=call.group.flat)
         if reduction == "avg":
             dsink = dsink / call.plan.cp_size
     return dsink.to(sink.dtype)

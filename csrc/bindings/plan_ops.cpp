@@ -92,7 +92,7 @@ void op_plan_loads(const Arrays& inputs, Arrays& outputs) {
     const Ownership queries = read_ownership(inputs, "q"), keys = read_ownership(inputs, "k");
     const StepRule rule = read_rule(inputs);
     const Needs needs = compute_needs(slices, queries, keys);
-    const std::vector<StepSplit> splits = split_steps(slices, queries, needs, rule, inputs.view<int64_t>("degrees"));
+    const std::vector<StepSplit> splits = split_steps(slices, queries, needs, keys.total_tokens(), rule, inputs.view<int64_t>("degrees"));
     std::vector<StepLoads> loads = measure_steps(slices, queries, keys, needs, splits, rule.num_nodes);
     std::vector<int64_t> degrees, recv_rows;
     for (size_t idx = 0; idx < splits.size(); ++idx) {
@@ -125,7 +125,7 @@ void op_plan_rank(const Arrays& inputs, Arrays& outputs) {
     const StepRule rule = read_rule(inputs);
     const int32_t rank = read_rank(inputs, keys);
     const Needs needs = compute_needs(slices, queries, keys);
-    const StepSplit split = split_steps(slices, queries, needs, rule, inputs.view<int64_t>("degrees")).at(0);
+    const StepSplit split = split_steps(slices, queries, needs, keys.total_tokens(), rule, inputs.view<int64_t>("degrees")).at(0);
     const RowIndex& rows = queries.rows_of(rank);
     set_step_keys(outputs, "0_", slices, rows, keys.rows_of(rank));
     for (int32_t step = 0; step < split.degree(); ++step) {

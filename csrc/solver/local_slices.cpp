@@ -82,8 +82,11 @@ std::vector<Slice> build_local_slices(std::span<const Slice> slices, const RowIn
         list.insert(list.end(), previous.begin(), previous.end());
     }
     std::erase_if(list, [](Slice& s) { return !tighten(s); });
-    join_sorted(list, [](const Slice& s) { return std::tie(s.q_start, s.q_end, s.k_start, s.k_end, s.lo, s.hi); });
-    join_sorted(list, [](const Slice& s) { return std::tie(s.k_start, s.k_end, s.q_start, s.q_end, s.lo, s.hi); });
+    // Slices that meet only in these buffers. With one run on both sides nothing new can meet, and one rank computes the mask as given.
+    if (queries.runs().size() > 1 || keys.runs().size() > 1) {
+        join_sorted(list, [](const Slice& s) { return std::tie(s.q_start, s.q_end, s.k_start, s.k_end, s.lo, s.hi); });
+        join_sorted(list, [](const Slice& s) { return std::tie(s.k_start, s.k_end, s.q_start, s.q_end, s.lo, s.hi); });
+    }
     for (Slice& s : list) tighten(s);
     std::sort(list.begin(), list.end(), [](const Slice& a, const Slice& b) {
         return std::tie(a.q_start, a.k_start, a.lo, a.q_end, a.k_end, a.hi) < std::tie(b.q_start, b.k_start, b.lo, b.q_end, b.k_end, b.hi);

@@ -1,7 +1,8 @@
 // Where to cut; knows nothing of transfers.
 //
 // A cut is a token, so one comparison tells every owner in which step a receiver wants a row. Parts are contiguous in token
-// order. With equal parts, receivers start at different parts (rotation), so that one owner is not asked by all at once.
+// order. Equal parts are received in rotated order: each rank starts just before its own place in the sequence and goes down, as
+// around a ring, so that in no step all ask the same owner.
 #include "solver/steps.h"
 
 #include <algorithm>
@@ -124,25 +125,29 @@ FineWork measure_fine(std::span<const Slice> slices, const Ownership& queries, c
 
 }  // namespace
 
-StepSplit::StepSplit(std::vector<std::vector<int32_t>> cuts, bool is_rotated, int32_t cp_size)
-    : cuts_(std::move(cuts)), is_rotated_(is_rotated), group_size_(cp_size / static_cast<int32_t>(cuts_.size())) {
+StepSplit::StepSplit(std::vector<std::vector<int32_t>> cuts, bool is_rotated, int32_t cp_size, int32_t total_tokens)
+    : cuts_(std::move(cuts)), group_size_(cp_size / static_cast<int32_t>(cuts_.size())) {
     for (const auto& cut : cuts_) degree_ = std::max(degree_, static_cast<int32_t>(cut.size()) - 1);
-}
-
-int32_t StepSplit::part_at(int32_t rank, int32_t step) const {
-    if (!is_rotated_) return step;
-    const auto shift = static_cast<int32_t>(static_cast<int64_t>(group_of(rank)) * degree_ / static_cast<int64_t>(cuts_.size()));
-    return (step + shift) % degree_;
+    if (!is_rotated) return;
+    for (size_t group = 0; group < cuts_.size(); ++group) {
+        const auto place = static_cast<int64_t>(group) * total_tokens / static_cast<int64_t>(cuts_.size());
+        const auto& cut = cuts_[group];
+        const auto parts = static_cast<int32_t>(std::max<size_t>(cut.size(), 1)) - 1;
+        const auto num_before = static_cast<int32_t>(std::lower_bound(cut.begin(), cut.begin() + parts, place) - cut.begin());
+        first_part_.push_back(num_before > 0 ? num_before - 1 : std::max(parts - 1, 0));
+    }
 }
 
 Interval StepSplit::window(int32_t rank, int32_t step) const {
-    const std::vector<int32_t>& cuts = cuts_of(rank);
-    const auto part = static_cast<size_t>(part_at(rank, step));
-    if (part + 1 >= cuts.size()) return {};
+    const size_t group = group_of(rank);
+    const std::vector<int32_t>& cuts = cuts_[group];
+    const auto parts = static_cast<int32_t>(cuts.size()) - 1;
+    if (step >= parts) return {};
+    const auto part = static_cast<size_t>(first_part_.empty() ? step : (first_part_[group] + parts - step) % parts);
     return {cuts[part], cuts[part + 1]};
 }
 
-std::vector<StepSplit> split_steps(std::span<const Slice> slices, const Ownership& queries, const Needs& needs, const StepRule& rule,
+std::vector<StepSplit> split_steps(std::span<const Slice> slices, const Ownership& queries, const Needs& needs, int32_t total_keys, const StepRule& rule,
                                    std::span<const int64_t> degrees) {
     const auto cp_size = static_cast<int64_t>(needs.remote.size());
     if (rule.num_nodes < 1 || cp_size % rule.num_nodes != 0)
@@ -159,7 +164,7 @@ std::vector<StepSplit> split_steps(std::span<const Slice> slices, const Ownershi
             const int64_t parts = parts_for(groups[group].num_rows(), degree, min_rows);
             cuts.push_back(rule.is_greedy ? greedy_cuts(groups[group], fine.cuts[group], fine.work[group], rule, parts) : equal_cuts(groups[group], parts, parts > 1 ? min_rows : 0));
         }
-        splits.emplace_back(std::move(cuts), !rule.is_greedy, static_cast<int32_t>(cp_size));
+        splits.emplace_back(std::move(cuts), !rule.is_greedy, static_cast<int32_t>(cp_size), total_keys);
     }
     return splits;
 }

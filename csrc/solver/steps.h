@@ -23,7 +23,9 @@ struct StepRule {
 // Remote steps of all ranks. Step s of a rank receives its remote keys inside one window of tokens.
 class StepSplit {
 public:
-    StepSplit(std::vector<std::vector<int32_t>> cuts, bool is_rotated, int32_t cp_size);
+    // cuts: per group of ranks that cut alike, ascending tokens [parts + 1] or empty.
+    // is_rotated: a group starts with the part before its place and goes down, around the end; else parts go up.
+    StepSplit(std::vector<std::vector<int32_t>> cuts, bool is_rotated, int32_t cp_size, int32_t total_tokens);
 
     // Number of remote steps, equal on all ranks; 0 when no rank has remote keys.
     int32_t degree() const { return degree_; }
@@ -31,21 +33,19 @@ public:
     Interval window(int32_t rank, int32_t step) const;
     // Ascending cut tokens of the rank's parts, [parts + 1] or empty.
     const std::vector<int32_t>& cuts_of(int32_t rank) const { return cuts_[group_of(rank)]; }
-    // The part that a step executes; parts() of the rank and above mean none.
-    int32_t part_at(int32_t rank, int32_t step) const;
 
 private:
     size_t group_of(int32_t rank) const { return static_cast<size_t>(rank / group_size_); }
 
-    std::vector<std::vector<int32_t>> cuts_;  // per group of ranks that cut alike
-    bool is_rotated_;
+    std::vector<std::vector<int32_t>> cuts_;
+    std::vector<int32_t> first_part_;  // per group; empty when parts go up
     int32_t group_size_;
     int32_t degree_ = 0;
 };
 
 // One split per wanted degree (each at least 1); the result has fewer steps where rows do not suffice.
 // Throws InputError when cp_size is not a multiple of num_nodes.
-std::vector<StepSplit> split_steps(std::span<const Slice> slices, const Ownership& queries, const Needs& needs, const StepRule& rule,
+std::vector<StepSplit> split_steps(std::span<const Slice> slices, const Ownership& queries, const Needs& needs, int32_t total_keys, const StepRule& rule,
                                    std::span<const int64_t> degrees);
 
 }  // namespace magi

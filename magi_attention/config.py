@@ -260,5 +260,7 @@ class DistAttnConfig:
     def __post_init__(self) -> None:
         for name, kind in (("dispatch_config", DispatchConfig), ("overlap_config", OverlapConfig), ("grpcoll_config", GrpCollConfig)):
             _require(isinstance(getattr(self, name), kind), name, getattr(self, name), f"must be a {kind.__name__}")
-        _require(self.kernel_backend in KERNEL_BACKENDS, "kernel_backend", self.kernel_backend, f"must be one of {', '.join(KERNEL_BACKENDS)}")
+        _require(
+            self.kernel_backend in KERNEL_BACKENDS, "kernel_backend", self.kernel_backend, f"must be one of {', '.join(KERNEL_BACKENDS)}"
+        )
         _require(self.sink_grad_reduce in (None, "sum", "avg"), "sink_grad_reduce", self.sink_grad_reduce, 'must be None, "sum" or "avg"')

@@ -143,6 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     num_ranks = parser.parse_args(arguments).ranks
     if num_ranks < 0:
         parser.error(f"--ranks {num_ranks} must be 0 or more")
+    torch.set_num_threads(1)  # the problems are tiny; more threads only wait for each other
     print(f"magi_attention {magi_attention.__version__}, torch {torch.__version__}", flush=True)
     start = time.perf_counter()
     with contextlib.closing(RankPool("gloo")) as gloo, contextlib.closing(RankPool("nccl")) as nccl:

@@ -62,7 +62,8 @@ public:
         const Entry& entry = at(name);
         const int64_t num_bytes = entry.count * entry.item_bytes;
         const bool item_fits = sizeof(T) == 8 ? entry.item_bytes == 8 : entry.item_bytes == 4;
-        if (!item_fits || num_bytes % static_cast<int64_t>(sizeof(T)) != 0) throw InputError("array '" + name + "' has the wrong item size or length");
+        if (!item_fits || num_bytes % static_cast<int64_t>(sizeof(T)) != 0)
+            throw InputError("array '" + name + "' has the wrong item size or length");
         return {static_cast<const T*>(entry.data), static_cast<size_t>(num_bytes / static_cast<int64_t>(sizeof(T)))};
     }
 

@@ -21,9 +21,7 @@ struct Slice {
 };
 static_assert(sizeof(Slice) == 24, "Slice is read from numpy int32 [N, 6]");
 
-inline int32_t clamp_bound(int64_t bound) {
-    return static_cast<int32_t>(std::clamp<int64_t>(bound, -kUnbounded, kUnbounded));
-}
+inline int32_t clamp_bound(int64_t bound) { return static_cast<int32_t>(std::clamp<int64_t>(bound, -kUnbounded, kUnbounded)); }
 
 // A bound at or past the sentinel stays unbounded wherever the slice moves.
 inline int32_t move_bound(int32_t bound, int64_t delta) {

@@ -131,14 +131,14 @@ def check_plans(mask: AttnMask, plans: Sequence[RankPlan]) -> None:
         PlanError: naming the first cell, rank and step that differ.
     """
     _require([plan.cp_rank for plan in plans] == list(range(plans[0].cp_size)), "plans must be those of all ranks, in rank order")
+    for plan in plans:
+        check_own_plan(mask, plan)
     for direction in _DIRECTIONS:
         counts = [len(getattr(plan, direction)) for plan in plans]
         _require(len(set(counts)) == 1, f"{direction}: numbers of steps differ between ranks: {counts}")
         for index in range(1, counts[0]):
             _check_both_ends(plans, direction, index)
         _check_totals(plans, direction)
-    for plan in plans:
-        check_own_plan(mask, plan)
     _require(sum(int(plan.rank_areas[plan.cp_rank]) for plan in plans) == mask.area(), f"ranks' areas do not add up to {mask.area()}")
     if mask.total_q * mask.total_k <= _MAX_DENSE_CELLS:
         for direction in _DIRECTIONS:

@@ -22,7 +22,8 @@ from magi_attention.api.planning import (
     make_flex_key_for_new_mask_after_dispatch,
     make_varlen_key_for_new_mask_after_dispatch,
 )
-from magi_attention.api.single_device import AttnPlan, flex_flash_attn_func, prepare_attention
+from magi_attention.api.single_device import flex_flash_attn_func
+from magi_attention.api.single_plans import AttnPlan, prepare_attention
 from magi_attention.common import AttnForwardMeta, AttnMask, AttnMaskType, AttnRange, AttnRanges
 from magi_attention.config import (
     AttnOverlapMode,

@@ -25,7 +25,7 @@ from magi_attention.api.keys import (
 )
 from magi_attention.api.mask_inputs import clear_masks, mask_from_ranges
 from magi_attention.api.moving import dispatch
-from magi_attention.api.single_device import clear_plans
+from magi_attention.api.single_plans import clear_plans
 from magi_attention.comm import comm_group
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError

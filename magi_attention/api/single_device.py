@@ -8,61 +8,19 @@ from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from magi_attention.api.index_blocks import mask_from_index_blocks
-from magi_attention.api.key_cache import BoundedCache
-from magi_attention.api.mask_inputs import mask_from_ranges, mask_from_table
+from magi_attention.api.single_plans import AttnPlan, PlanOrSlices, plan_of_ranges, plan_of_table, prepare_attention
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask
 from magi_attention.mask.inputs import count
 from magi_attention.mask.slices import MAX_TOKENS
-from magi_attention.plan.types import RankPlan
 from magi_attention.runtime.attention import dist_attention
-from magi_attention.runtime.single import single_rank_plan
-
-_MAX_PLANS = 64
-
-
-@dataclass(frozen=True, eq=False)
-class AttnPlan:
-    """A mask made ready for one device; depends on the mask alone, so one serves every layer, head count and dtype.
-
-    Attributes:
-        mask: what it computes.
-        rank_plan: what runs.
-    """
-
-    mask: AttnMask
-    rank_plan: RankPlan
-
-
-_plans: BoundedCache[AttnPlan] = BoundedCache(_MAX_PLANS)
-
-
-def clear_plans() -> None:
-    """Forget every remembered single-device plan."""
-    _plans.clear()
-
-
-def prepare_attention(mask: AttnMask) -> AttnPlan:
-    """The plan of a mask for `flex_flash_attn_func(q, k, v, plan=...)`: with it a call looks at no range and hashes nothing.
-
-    Raises:
-        InputError: mask is not an AttnMask.
-    """
-    if not isinstance(mask, AttnMask):
-        raise InputError(f"mask is a {type(mask).__name__}; it must be an AttnMask, e.g. AttnMask.from_ranges(...)")
-    return _plans.get_or_make(mask.digest, lambda: _plan(mask))
-
-
-def _plan(mask: AttnMask) -> AttnPlan:
-    return AttnPlan(mask, single_rank_plan(mask.slices, mask.total_q, mask.total_k, mask.area()))
+from magi_attention.runtime.single import single_device_attention
 
 
 def flex_flash_attn_func(
@@ -105,6 +63,7 @@ def flex_flash_attn_func(
     (Writes that PyTorch cannot see, by a raw kernel into such a tensor, need a new tensor or clear_cache().)
 
     Under autocast, q, k and v are cast to the autocast dtype (float64 stays). Any strides are accepted; dout may be broadcast.
+    torch.compile(fullgraph=True) sees registered operations; there, ranges are tensors or lists, and an AttnMask is passed as plan=.
 
     Args:
         q: [total_q, num_heads_q, head_dim], bf16, fp16, fp32 or fp64.
@@ -173,10 +132,11 @@ def flex_flash_attn_func(
         raise InputError("k_ranges and attn_type_map belong to q_ranges; pass q_ranges and k_ranges together, or neither")
     if index_attn_indices is not None:
         return _index_attention(q, k, v, index_attn_indices, (q_block_size, k_block_size), sink, call)
-    if plan is None:
-        if mask is None:
-            mask = mask_from_ranges(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0], "attn_type_map")
+    if q_ranges is not None:
+        return call(q, k, v, plan_of_ranges(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0]), sink)
+    if mask is not None:
         plan = prepare_attention(mask)
+    assert plan is not None
     _check_plan(plan, q, k)
     return call(q, k, v, plan, sink)
 
@@ -215,13 +175,18 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    plan: AttnPlan,
+    plan: PlanOrSlices,
     sink: torch.Tensor | None,
     *,
     deterministic: bool,
     **options: Any,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
-    out, lse, max_logits = dist_attention(q, k, v, plan.rank_plan, None, _config(bool(deterministic)), sink=sink, **options)
+    if torch.compiler.is_compiling():  # one registered operation; the same kernels on the same slices, so the same bits
+        slices = plan.slices if isinstance(plan, AttnPlan) else plan
+        out, lse, max_logits = single_device_attention(q, k, v, slices, sink=sink, **options)
+    else:
+        assert isinstance(plan, AttnPlan)
+        out, lse, max_logits = dist_attention(q, k, v, plan.rank_plan, None, _config(bool(deterministic)), sink=sink, **options)
     return out, AttnForwardMeta(lse, max_logits)
 
 
@@ -238,17 +203,14 @@ def _index_attention(
     q_block_size, k_block_size = (count(f"{side}_block_size", size, 1, MAX_TOKENS) for side, size in zip("qk", block_sizes, strict=True))
     total_q, total_k, num_heads_kv = q.shape[0], k.shape[0], k.shape[1]
 
-    def plan_of(head: int | None) -> AttnPlan:
-        sizes = (total_q, total_k, q_block_size, k_block_size)
-        return prepare_attention(mask_from_table(table, head, sizes, lambda lines: mask_from_index_blocks(lines, *sizes)))
-
+    sizes = (total_q, total_k, q_block_size, k_block_size)
     num_q_blocks = -(-total_q // q_block_size)
     is_per_head = getattr(table, "ndim", 0) == 3 and table.shape[1] == num_heads_kv > 1 and table.shape[0] == num_q_blocks > 0
     if not is_per_head:
-        return call(q, k, v, plan_of(None), sink)  # type: ignore[no-any-return]
+        return call(q, k, v, plan_of_table(table, None, sizes), sink)  # type: ignore[no-any-return]
     if num_heads_kv == 0 or q.shape[1] % num_heads_kv:
         raise InputError(f"num_heads_q={q.shape[1]} is not a multiple of num_heads_kv={num_heads_kv}; repeat or drop heads")
-    plans = [plan_of(head) for head in range(num_heads_kv)]  # all masks before any compute
+    plans = [plan_of_table(table, head, sizes) for head in range(num_heads_kv)]  # all masks before any compute
     group_size = q.shape[1] // num_heads_kv
     outs, metas = [], []
     for head, plan in enumerate(plans):

@@ -18,7 +18,7 @@ from magi_attention.api import (
     clear_cache,
     flex_flash_attn_func,
     prepare_attention,
-    single_device,
+    single_plans,
 )
 from magi_attention.functional import flex_flash_attn_func as from_functional
 
@@ -276,4 +276,4 @@ def test_a_mask_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plans_do_not_pile_up() -> None:
     for total in range(200):
         prepare_attention(AttnMask.from_ranges([[0, total]], [[0, total]], None, 200, 200))
-    assert len(single_device._plans) <= 64
+    assert len(single_plans._plans) <= 64

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from magi_attention.errors import CommError
 
-_REPORT_S = 0.5  # how long a failed rank looks for the reports of the others
+_REPORT_S = 1.0  # how long a failed rank looks for the reports of the others
 
 
 @dataclass(frozen=True)
@@ -226,5 +226,5 @@ def _silent_ranks(group: dist.ProcessGroup, rank: int, size: int) -> list[int]:
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    thread.join(timeout=4 * _REPORT_S)
+    thread.join(timeout=2 * _REPORT_S)
     return found[0] if found else []

@@ -146,8 +146,8 @@ def _judge_failures(per_rank: dict[int, list[tuple[str, float]]], timeout_s: flo
         for op, (text, seconds) in zip(OPS, failures, strict=True):
             assert text.startswith(f"{op} for step 2, k and v failed on rank {rank} of 3 (global ranks [0, 1, 2]), sending "), text
             assert f"timeout {timeout_s:g} s" in text and "bytes" in text and "raise GrpCollConfig.timeout_s" in text
-            assert "Not heard of since: rank 1 (" in text, text
-            assert seconds < timeout_s + 3.0
+            assert "Not heard of since: rank 1" in text, text  # on a loaded machine another late one may follow
+            assert seconds < timeout_s + 5.0
 
 
 def test_survivors_of_a_killed_rank_end_with_an_error_that_names_it(rank_pool: RankPool) -> None:

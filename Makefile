@@ -24,6 +24,7 @@ $(VENV)/.torch:
 	$(PY) -m pip install --progress-bar off $$($(PY) ci/torch_args.py "$(TORCH)")
 	@touch $@
 
+# Two sets: what the demo needs, and what development needs. Each install compiles the planner, so there are no more.
 $(VENV)/.installed-%: $(VENV)/.torch $(BUILD_INPUTS)
 	$(PY) -m pip install -q -e ".[$*]"
 	@touch $@
@@ -31,23 +32,23 @@ $(VENV)/.installed-%: $(VENV)/.torch $(BUILD_INPUTS)
 demo: $(VENV)/.installed-demo ## train a small model on real text over 4 ranks, check it, draw pictures
 	$(PY) examples/05_train_long_context.py $(ARGS)
 
-test: $(VENV)/.installed-test ## the whole CPU test suite
+test: $(VENV)/.installed-dev ## the whole CPU test suite
 	$(PY) -m pytest $(ARGS)
 
-rules: $(VENV)/.installed-test ## import directions, file budgets, documentation
+rules: $(VENV)/.installed-dev ## import directions, file budgets, documentation
 	$(PY) -m pytest tests/rules -q
 
-lint: $(VENV)/.installed-lint ## ruff and clang-format, changes nothing
+lint: $(VENV)/.installed-dev ## ruff and clang-format, changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/*.cpp' 'tests/*.h')
 
-format: $(VENV)/.installed-lint ## let ruff and clang-format rewrite the files
+format: $(VENV)/.installed-dev ## let ruff and clang-format rewrite the files
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/*.cpp' 'tests/*.h')
 
-types: $(VENV)/.installed-lint ## mypy, strict
+types: $(VENV)/.installed-dev ## mypy, strict
 	$(PY) -m mypy
 
 cpp-test: ## C++ tests of the solver (cmake and g++)
@@ -55,13 +56,13 @@ cpp-test: ## C++ tests of the solver (cmake and g++)
 	cmake --build build/cpp -j 2
 	ctest --test-dir build/cpp --output-on-failure
 
-docs: $(VENV)/.installed-docs ## build the documentation into site/
+docs: $(VENV)/.installed-dev ## build the documentation into site/
 	$(PY) -m mkdocs build --strict
 
-figures: $(VENV)/.installed-docs ## redraw the pictures of docs/
+figures: $(VENV)/.installed-dev ## redraw the pictures of docs/
 	$(PY) docs/make_figures.py
 
-wheel: $(VENV)/.installed-test ## a wheel into dist/
+wheel: $(VENV)/.installed-dev ## a wheel into dist/
 	$(PY) -m pip wheel -q --no-deps -w dist .
 
 # Nothing of this folder may be needed: the wheel goes to a venv of its own and runs from there.

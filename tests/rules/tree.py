@@ -13,7 +13,7 @@ CPP_SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
 
 
 def _is_written_by_hand(path: Path) -> bool:
-    return path.name != "_version.py" and not any(part.startswith((".", "build", "__pycache__")) for part in path.relative_to(ROOT).parts)
+    return path.name != "_version.py" and not any(part.startswith((".", "__pycache__")) for part in path.relative_to(ROOT).parts)
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask, AttnRanges, builders
 from magi_attention.mask.inputs import count, int_array
 from magi_attention.mask.slices import MAX_TOKENS
+from magi_attention.runtime.single import clear_prepared
 
 CpGroupInput: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 
@@ -322,3 +323,4 @@ def clear_cache(cp_group: CpGroupInput = None) -> None:
     clear_all()
     clear_masks()
     clear_plans()
+    clear_prepared()

@@ -1,5 +1,5 @@
-"""Import path of the peer library for one range. Re-exports only."""
+"""AttnRange under the module path that users of the peer library import it from. Re-exports only."""
 
-from magi_attention.mask.attn_range import AttnRange, NaiveRange
+from magi_attention.mask import AttnRange
 
-__all__ = ["AttnRange", "NaiveRange"]
+__all__ = ["AttnRange"]

@@ -1,10 +1,5 @@
-"""Import path of the peer library for lists of ranges. Re-exports only."""
+"""AttnRanges under the module path that users of the peer library import it from. Re-exports only."""
 
-from typing import TypeAlias
+from magi_attention.mask import AttnRanges
 
-from magi_attention.mask.attn_range import NaiveRange
-from magi_attention.mask.ranges import AttnRanges
-
-NaiveRanges: TypeAlias = list[NaiveRange]
-
-__all__ = ["AttnRanges", "NaiveRanges"]
+__all__ = ["AttnRanges"]

@@ -114,6 +114,13 @@ def even_shards(rank: int, num_ranks: int) -> tuple[int, int]:
         assert torch.equal(roll(local, shift, 0, key), dispatch(torch.roll(x, shift, 0), key))
     labels = shift_labels(local, key)
     assert (labels[is_padding] == -100).all() and torch.equal(undispatch(labels, key)[36], torch.tensor(-100))
+    window = make_varlen_key_for_new_mask_after_dispatch(CU, CU, key, causal=True, window_size=(9, 0))
+    assert window.pad_size == key.pad_size
+    assert_equals_single_device(tensors(), window)
+    cross_key = magi_attn_flex_key(
+        [[0, 90]], [[20, 201]], "causal", 90, 201, 4, 2, 8, 0, dist.group.WORLD, config, is_same_source=False
+    )  # fmt: skip
+    assert_equals_single_device(tensors(90, 201), cross_key, k_role="k")
     return key.num_local_q, key.pad_size
 
 

@@ -189,6 +189,17 @@ def test_one_rank_needs_no_torch_distributed() -> None:
     assert not dist.is_initialized()
 
 
+def test_later_layers_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A07: with the same plan no slice is looked at again, forward or backward."""
+    call = forward_on_rank(BASE, 0, 1)
+    call.backward()
+    monkeypatch.setattr("magi_attention.runtime.attention.prepare", None)
+    monkeypatch.setattr("magi_attention._native.run", None)
+    again = forward_on_rank(BASE, 0, 1, plan=call.plan)
+    again.backward()
+    assert np.array_equal(again.arrays()["dk"], call.arrays()["dk"])
+
+
 def two_level_on_rank(rank: int, num_ranks: int, problems: list[Problem]) -> list[dict[str, np.ndarray]]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("inter", "intra"))
     found = []

@@ -1,4 +1,4 @@
-"""Which tokens a rank needs to roll the global order, as exchanges made once per dispatch. Pure integers; sends nothing, knows no tensor."""
+"""Which tokens a rank needs to roll the global order: exchanges made once per dispatch. Pure integers; sends nothing, knows no tensor."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _clip_targets(runs: Int32Array, targets: Int64Array, sources: Int64Array) ->
 
     Targets are disjoint and ascending; `sources` has the first source token of each.
     """
-    runs = runs.astype(np.int64)  # type: ignore[assignment]
+    runs = runs.astype(np.int64)
     lengths = runs[:, 1] - runs[:, 0]
     run_rows = np.cumsum(lengths) - lengths
     first = np.searchsorted(targets[:, 1], runs[:, 0], side="right")

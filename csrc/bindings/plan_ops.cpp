@@ -38,7 +38,8 @@ std::vector<int32_t> flat(const Intervals& intervals) {
 
 // "<side>_owner" int32 [num_chunks], "<side>_chunk_size", "<side>_total", "cp_size".
 Ownership read_ownership(const Arrays& inputs, const std::string& side) {
-    return {inputs.view<int32_t>(side + "_owner"), inputs.scalar(side + "_chunk_size"), inputs.scalar(side + "_total"), inputs.scalar("cp_size")};
+    return {inputs.view<int32_t>(side + "_owner"), inputs.scalar(side + "_chunk_size"), inputs.scalar(side + "_total"),
+            inputs.scalar("cp_size")};
 }
 
 StepRule read_rule(const Arrays& inputs) {
@@ -57,7 +58,8 @@ Intervals read_intervals(const Arrays& inputs, const std::string& name) {
 
 int32_t read_rank(const Arrays& inputs, const Ownership& keys) {
     const int64_t rank = inputs.scalar("cp_rank");
-    if (rank < 0 || rank >= keys.cp_size()) throw InputError("cp_rank=" + std::to_string(rank) + " is not a rank below " + std::to_string(keys.cp_size()));
+    if (rank < 0 || rank >= keys.cp_size())
+        throw InputError("cp_rank=" + std::to_string(rank) + " is not a rank below " + std::to_string(keys.cp_size()));
     return static_cast<int32_t>(rank);
 }
 
@@ -67,7 +69,8 @@ void set_exchange(Arrays& outputs, const std::string& prefix, const ExchangeRuns
     outputs.set(prefix + "rows", std::vector<int64_t>{exchange.num_rows_in, exchange.num_rows_out});
 }
 
-void set_step_keys(Arrays& outputs, const std::string& prefix, std::span<const Slice> slices, const RowIndex& queries, const RowIndex& keys) {
+void set_step_keys(Arrays& outputs, const std::string& prefix, std::span<const Slice> slices, const RowIndex& queries,
+                   const RowIndex& keys) {
     const std::vector<Slice> local = build_local_slices(slices, queries, keys);
     int64_t pairs = 0;
     for (const Slice& s : local) pairs += area(s);
@@ -92,7 +95,7 @@ void op_plan_loads(const Arrays& inputs, Arrays& outputs) {
     const Ownership queries = read_ownership(inputs, "q"), keys = read_ownership(inputs, "k");
     const StepRule rule = read_rule(inputs);
     const Needs needs = compute_needs(slices, queries, keys);
-    const std::vector<StepSplit> splits = split_steps(slices, queries, needs, keys.total_tokens(), rule, inputs.view<int64_t>("degrees"));
+    const std::vector<StepSplit> splits = split_steps(slices, queries, keys, needs, rule, inputs.view<int64_t>("degrees"));
     std::vector<StepLoads> loads = measure_steps(slices, queries, keys, needs, splits, rule.num_nodes);
     std::vector<int64_t> degrees, recv_rows;
     for (size_t idx = 0; idx < splits.size(); ++idx) {
@@ -125,7 +128,7 @@ void op_plan_rank(const Arrays& inputs, Arrays& outputs) {
     const StepRule rule = read_rule(inputs);
     const int32_t rank = read_rank(inputs, keys);
     const Needs needs = compute_needs(slices, queries, keys);
-    const StepSplit split = split_steps(slices, queries, needs, keys.total_tokens(), rule, inputs.view<int64_t>("degrees")).at(0);
+    const StepSplit split = split_steps(slices, queries, keys, needs, rule, inputs.view<int64_t>("degrees")).at(0);
     const RowIndex& rows = queries.rows_of(rank);
     set_step_keys(outputs, "0_", slices, rows, keys.rows_of(rank));
     for (int32_t step = 0; step < split.degree(); ++step) {
@@ -147,7 +150,8 @@ void op_wanted_exchange(const Arrays& inputs, Arrays& outputs) {
     const Ownership keys = read_ownership(inputs, "k");
     const Intervals ranges = read_intervals(inputs, "wanted");
     const auto ends = inputs.view<int64_t>("wanted_ends");
-    if (static_cast<int64_t>(ends.size()) != keys.cp_size()) throw InputError("wanted has " + std::to_string(ends.size()) + " ranks; cp_size is " + std::to_string(keys.cp_size()));
+    if (static_cast<int64_t>(ends.size()) != keys.cp_size())
+        throw InputError("wanted has " + std::to_string(ends.size()) + " ranks; cp_size is " + std::to_string(keys.cp_size()));
     std::vector<std::span<const Interval>> wanted;
     int64_t start = 0;
     for (const int64_t end : ends) {

@@ -18,7 +18,8 @@ void for_each_buffer_part(const Slice& s, const RowIndex& keys, Visit visit) {
     const auto visit_runs = [&](int64_t k_start, int64_t k_end) {
         for (size_t idx = keys.run_after(k_start); idx < keys.runs().size() && keys.runs()[idx].start < k_end && k_start < k_end; ++idx) {
             const Interval run = keys.runs()[idx];
-            const Slice part = clip(s, s.q_start, s.q_end, std::max(run.start, static_cast<int32_t>(k_start)), std::min(run.end, static_cast<int32_t>(k_end)));
+            const Slice part = clip(s, s.q_start, s.q_end, std::max(run.start, static_cast<int32_t>(k_start)),
+                                    std::min(run.end, static_cast<int32_t>(k_end)));
             visit(move(part, 0, int64_t{keys.first_row(idx)} - run.start));
         }
     };

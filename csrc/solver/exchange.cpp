@@ -52,9 +52,11 @@ ExchangeRuns build_wanted_exchange(const Ownership& keys, const std::vector<std:
     for (size_t peer = 0; peer < wanted.size(); ++peer) {
         for (const Interval range : wanted[peer]) {
             if (range.start < 0 || range.end > keys.total_tokens() || range.start > range.end)
-                throw InputError("wanted[" + std::to_string(peer) + "] has the range [" + std::to_string(range.start) + ", " + std::to_string(range.end) +
-                                 "), which is not inside the " + std::to_string(keys.total_tokens()) + " tokens");
-            for_each_own_row_run(range, own, [&](int32_t row, int32_t rows) { exchange.send.add({static_cast<int32_t>(peer), row, rows}); });
+                throw InputError("wanted[" + std::to_string(peer) + "] has the range [" + std::to_string(range.start) + ", " +
+                                 std::to_string(range.end) + "), which is not inside the " + std::to_string(keys.total_tokens()) +
+                                 " tokens");
+            for_each_own_row_run(range, own,
+                                 [&](int32_t row, int32_t rows) { exchange.send.add({static_cast<int32_t>(peer), row, rows}); });
         }
     }
     for (const Interval range : wanted[static_cast<size_t>(rank)]) {

@@ -48,7 +48,8 @@ Relay fill_relay(const Ownership& keys, const Intervals& entering, int32_t rank,
 
 }  // namespace
 
-TwoLevelExchange build_two_level_exchange(const Ownership& keys, const Needs& needs, const StepSplit& split, int32_t rank, int32_t step, int32_t node_size) {
+TwoLevelExchange build_two_level_exchange(const Ownership& keys, const Needs& needs, const StepSplit& split, int32_t rank, int32_t step,
+                                          int32_t node_size) {
     TwoLevelExchange exchange;
     ExchangeRuns &inter = exchange.inter, &intra = exchange.intra;
     const RowIndex& own = keys.rows_of(rank);
@@ -61,7 +62,8 @@ TwoLevelExchange build_two_level_exchange(const Ownership& keys, const Needs& ne
             relay = fill_relay(keys, entering, rank, node_size, inter);
             continue;
         }
-        for (const Interval run : entering) for_each_own_row_run(run, own, [&](int32_t row, int32_t rows) { inter.send.add({node, row, rows}); });
+        for (const Interval run : entering)
+            for_each_own_row_run(run, own, [&](int32_t row, int32_t rows) { inter.send.add({node, row, rows}); });
     }
     intra.num_rows_in = own.num_rows() + inter.num_rows_out;
     for (int32_t index = 0; index < node_size; ++index) {
@@ -74,8 +76,9 @@ TwoLevelExchange build_two_level_exchange(const Ownership& keys, const Needs& ne
                 arrived += rows;
                 if (owned.owner % node_size != our_index) return;
                 const auto node = static_cast<size_t>(owned.owner / node_size);
-                const int32_t row = owned.owner == rank ? owned.first_row + (part.start - owned.start)
-                                                        : own.num_rows() + relay.first_rows[node] + relay.tokens[node].rows_before(part.start);
+                const int32_t row = owned.owner == rank
+                                        ? owned.first_row + (part.start - owned.start)
+                                        : own.num_rows() + relay.first_rows[node] + relay.tokens[node].rows_before(part.start);
                 intra.send.add({index, row, rows});
             });
         }

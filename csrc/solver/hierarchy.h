@@ -12,6 +12,7 @@ struct TwoLevelExchange {
     ExchangeRuns inter, intra;
 };
 
-TwoLevelExchange build_two_level_exchange(const Ownership& keys, const Needs& needs, const StepSplit& split, int32_t rank, int32_t step, int32_t node_size);
+TwoLevelExchange build_two_level_exchange(const Ownership& keys, const Needs& needs, const StepSplit& split, int32_t rank, int32_t step,
+                                          int32_t node_size);
 
 }  // namespace magi

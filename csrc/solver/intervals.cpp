@@ -35,7 +35,8 @@ Intervals subtract(std::span<const Interval> from, std::span<const Interval> tak
 Intervals clip(std::span<const Interval> intervals, Interval window) {
     Intervals inside;
     auto it = std::partition_point(intervals.begin(), intervals.end(), [&](Interval run) { return run.end <= window.start; });
-    for (; it != intervals.end() && it->start < window.end; ++it) inside.push_back({std::max(it->start, window.start), std::min(it->end, window.end)});
+    for (; it != intervals.end() && it->start < window.end; ++it)
+        inside.push_back({std::max(it->start, window.start), std::min(it->end, window.end)});
     return inside;
 }
 

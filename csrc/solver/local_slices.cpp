@@ -32,7 +32,8 @@ void join_sorted(std::vector<Slice>& list, Key key) {
 }  // namespace
 
 bool try_join(Slice& into, const Slice& other) {
-    if (!touch(into.q_start, into.q_end, other.q_start, other.q_end) || !touch(into.k_start, into.k_end, other.k_start, other.k_end)) return false;
+    if (!touch(into.q_start, into.q_end, other.q_start, other.q_end) || !touch(into.k_start, into.k_end, other.k_start, other.k_end))
+        return false;
     const Slice hull{std::min(into.q_start, other.q_start), std::max(into.q_end, other.q_end), std::min(into.k_start, other.k_start),
                      std::max(into.k_end, other.k_end)};
     const int64_t into_area = area(into), other_area = area(other);
@@ -75,7 +76,8 @@ std::vector<Slice> build_local_slices(std::span<const Slice> slices, const RowIn
             }
             // Only what ends at the last row of this run can continue in the next one.
             const int32_t end_row = queries.first_row(idx) + (run.end - run.start);
-            const auto done = std::stable_partition(previous.begin(), previous.end(), [end_row](const Slice& part) { return part.q_end == end_row; });
+            const auto done =
+                std::stable_partition(previous.begin(), previous.end(), [end_row](const Slice& part) { return part.q_end == end_row; });
             list.insert(list.end(), done, previous.end());
             previous.erase(done, previous.end());
         }

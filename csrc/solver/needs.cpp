@@ -43,9 +43,9 @@ void check_inside(std::span<const Slice> slices, int32_t total_q, int32_t total_
     for (const Slice& s : slices) {
         if (has_no_rows(s)) continue;
         if (s.q_start < 0 || s.k_start < 0 || s.q_end > total_q || s.k_end > total_k)
-            throw InputError("slice q [" + std::to_string(s.q_start) + ", " + std::to_string(s.q_end) + ") k [" + std::to_string(s.k_start) + ", " +
-                             std::to_string(s.k_end) + ") reaches outside the dispatched " + std::to_string(total_q) + " queries and " +
-                             std::to_string(total_k) + " keys");
+            throw InputError("slice q [" + std::to_string(s.q_start) + ", " + std::to_string(s.q_end) + ") k [" +
+                             std::to_string(s.k_start) + ", " + std::to_string(s.k_end) + ") reaches outside the dispatched " +
+                             std::to_string(total_q) + " queries and " + std::to_string(total_k) + " keys");
     }
 }
 

@@ -27,7 +27,8 @@ void fill_areas(std::span<const Slice> slices, const Ownership& queries, const N
                 const std::vector<int32_t>& cut = cuts[static_cast<size_t>(rank)];
                 int64_t pairs = 0;
                 auto it = std::lower_bound(cut.begin(), cut.end(), window.start);
-                for (; it != cut.end() && *it < window.end; ++it) pairs += areas[static_cast<size_t>(rank)][static_cast<size_t>(it - cut.begin())];
+                for (; it != cut.end() && *it < window.end; ++it)
+                    pairs += areas[static_cast<size_t>(rank)][static_cast<size_t>(it - cut.begin())];
                 loads[idx].areas.push_back(pairs);
             }
         }
@@ -62,7 +63,8 @@ void add_node_rows(const Ownership& keys, const std::vector<Intervals>& nodes, c
         for (const Interval run : inside.back()) {
             for (size_t idx = keys.run_at(run.start); idx < keys.runs().size() && keys.runs()[idx].start < run.end; ++idx) {
                 const OwnedRun& owned = keys.runs()[idx];
-                entered[static_cast<size_t>(first_rank + owned.owner % node_size)] += std::min(run.end, owned.end) - std::max(run.start, owned.start);
+                entered[static_cast<size_t>(first_rank + owned.owner % node_size)] +=
+                    std::min(run.end, owned.end) - std::max(run.start, owned.start);
             }
         }
     }

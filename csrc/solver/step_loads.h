@@ -12,9 +12,9 @@ namespace magi {
 
 // [degree][cp_size], flat, step-major.
 struct StepLoads {
-    std::vector<int64_t> areas;       // visible pairs
-    std::vector<int64_t> recv_rows;   // rows received from other ranks
-    std::vector<int64_t> send_rows;   // rows sent to other ranks; a row sent to two ranks counts twice
+    std::vector<int64_t> areas;           // visible pairs
+    std::vector<int64_t> recv_rows;       // rows received from other ranks
+    std::vector<int64_t> send_rows;       // rows sent to other ranks; a row sent to two ranks counts twice
     std::vector<int64_t> node_recv_rows;  // rows that enter the node through this rank (two-level form; empty on one node)
     std::vector<int64_t> node_send_rows;  // rows this rank sends to other nodes, once per node
 };

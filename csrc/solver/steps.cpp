@@ -1,14 +1,14 @@
 // Where to cut; knows nothing of transfers.
 //
 // A cut is a token, so one comparison tells every owner in which step a receiver wants a row. Parts are contiguous in token
-// order. Equal parts are received in rotated order: each rank starts just before its own place in the sequence and goes down, as
-// around a ring, so that in no step all ask the same owner.
+// order; equal parts may be received in any order (step_order.h), greedy ones ascend.
 #include "solver/steps.h"
 
 #include <algorithm>
 #include <string>
 
 #include "base/arrays.h"
+#include "solver/step_order.h"
 
 namespace magi {
 
@@ -58,7 +58,8 @@ struct GroupWork {
 };
 
 // Joins fine windows, in token order, to steps that the compute of the step before hides.
-std::vector<int32_t> greedy_cuts(const RowIndex& remote, const std::vector<int32_t>& fine, const GroupWork& work, const StepRule& rule, int64_t max_parts) {
+std::vector<int32_t> greedy_cuts(const RowIndex& remote, const std::vector<int32_t>& fine, const GroupWork& work, const StepRule& rule,
+                                 int64_t max_parts) {
     if (fine.empty()) return {};
     std::vector<int32_t> cuts{fine.front()};
     double budget_fs = work.local_pairs * static_cast<double>(rule.pair_cost_fs) - static_cast<double>(rule.start_cost_fs);
@@ -102,11 +103,13 @@ struct FineWork {
     std::vector<GroupWork> work;
 };
 
-FineWork measure_fine(std::span<const Slice> slices, const Ownership& queries, const Needs& needs, const std::vector<RowIndex>& groups, int64_t min_rows) {
+FineWork measure_fine(std::span<const Slice> slices, const Ownership& queries, const Needs& needs, const std::vector<RowIndex>& groups,
+                      int64_t min_rows) {
     FineWork fine;
     const size_t group_size = needs.remote.size() / groups.size();
     const int64_t fine_rows = std::max<int64_t>(1, min_rows / 4);
-    for (const RowIndex& remote : groups) fine.cuts.push_back(equal_cuts(remote, parts_for(remote.num_rows(), kMaxGreedyCuts, fine_rows), 1));
+    for (const RowIndex& remote : groups)
+        fine.cuts.push_back(equal_cuts(remote, parts_for(remote.num_rows(), kMaxGreedyCuts, fine_rows), 1));
     std::vector<std::vector<int32_t>> rank_cuts;
     for (size_t rank = 0; rank < needs.remote.size(); ++rank) rank_cuts.push_back(fine.cuts[rank / group_size]);
     const auto areas = remote_areas(slices, queries, needs, rank_cuts);
@@ -116,7 +119,8 @@ FineWork measure_fine(std::span<const Slice> slices, const Ownership& queries, c
         for (size_t rank = group * group_size; rank < (group + 1) * group_size; ++rank) {
             const double share = 1.0 / static_cast<double>(group_size);
             work.local_pairs += static_cast<double>(needs.local_areas[rank]) * share;
-            for (size_t window = 0; window < work.pairs.size(); ++window) work.pairs[window] += static_cast<double>(areas[rank][window]) * share;
+            for (size_t window = 0; window < work.pairs.size(); ++window)
+                work.pairs[window] += static_cast<double>(areas[rank][window]) * share;
         }
         fine.work.push_back(std::move(work));
     }
@@ -125,17 +129,9 @@ FineWork measure_fine(std::span<const Slice> slices, const Ownership& queries, c
 
 }  // namespace
 
-StepSplit::StepSplit(std::vector<std::vector<int32_t>> cuts, bool is_rotated, int32_t cp_size, int32_t total_tokens)
-    : cuts_(std::move(cuts)), group_size_(cp_size / static_cast<int32_t>(cuts_.size())) {
+StepSplit::StepSplit(std::vector<std::vector<int32_t>> cuts, std::vector<int32_t> first_parts, int32_t cp_size)
+    : cuts_(std::move(cuts)), first_parts_(std::move(first_parts)), group_size_(cp_size / static_cast<int32_t>(cuts_.size())) {
     for (const auto& cut : cuts_) degree_ = std::max(degree_, static_cast<int32_t>(cut.size()) - 1);
-    if (!is_rotated) return;
-    for (size_t group = 0; group < cuts_.size(); ++group) {
-        const auto place = static_cast<int64_t>(group) * total_tokens / static_cast<int64_t>(cuts_.size());
-        const auto& cut = cuts_[group];
-        const auto parts = static_cast<int32_t>(std::max<size_t>(cut.size(), 1)) - 1;
-        const auto num_before = static_cast<int32_t>(std::lower_bound(cut.begin(), cut.begin() + parts, place) - cut.begin());
-        first_part_.push_back(num_before > 0 ? num_before - 1 : std::max(parts - 1, 0));
-    }
 }
 
 Interval StepSplit::window(int32_t rank, int32_t step) const {
@@ -143,12 +139,12 @@ Interval StepSplit::window(int32_t rank, int32_t step) const {
     const std::vector<int32_t>& cuts = cuts_[group];
     const auto parts = static_cast<int32_t>(cuts.size()) - 1;
     if (step >= parts) return {};
-    const auto part = static_cast<size_t>(first_part_.empty() ? step : (first_part_[group] + parts - step) % parts);
+    const auto part = static_cast<size_t>(first_parts_.empty() ? step : part_of_step(first_parts_[group], parts, step));
     return {cuts[part], cuts[part + 1]};
 }
 
-std::vector<StepSplit> split_steps(std::span<const Slice> slices, const Ownership& queries, const Needs& needs, int32_t total_keys, const StepRule& rule,
-                                   std::span<const int64_t> degrees) {
+std::vector<StepSplit> split_steps(std::span<const Slice> slices, const Ownership& queries, const Ownership& keys, const Needs& needs,
+                                   const StepRule& rule, std::span<const int64_t> degrees) {
     const auto cp_size = static_cast<int64_t>(needs.remote.size());
     if (rule.num_nodes < 1 || cp_size % rule.num_nodes != 0)
         throw InputError("num_nodes=" + std::to_string(rule.num_nodes) + " must divide cp_size=" + std::to_string(cp_size));
@@ -162,9 +158,12 @@ std::vector<StepSplit> split_steps(std::span<const Slice> slices, const Ownershi
         std::vector<std::vector<int32_t>> cuts;
         for (size_t group = 0; group < groups.size(); ++group) {
             const int64_t parts = parts_for(groups[group].num_rows(), degree, min_rows);
-            cuts.push_back(rule.is_greedy ? greedy_cuts(groups[group], fine.cuts[group], fine.work[group], rule, parts) : equal_cuts(groups[group], parts, parts > 1 ? min_rows : 0));
+            cuts.push_back(rule.is_greedy ? greedy_cuts(groups[group], fine.cuts[group], fine.work[group], rule, parts)
+                                          : equal_cuts(groups[group], parts, parts > 1 ? min_rows : 0));
         }
-        splits.emplace_back(std::move(cuts), !rule.is_greedy, static_cast<int32_t>(cp_size), total_keys);
+        std::vector<int32_t> first_parts;
+        if (!rule.is_greedy) first_parts = choose_first_parts(groups, cuts, keys);
+        splits.emplace_back(std::move(cuts), std::move(first_parts), static_cast<int32_t>(cp_size));
     }
     return splits;
 }

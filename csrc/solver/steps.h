@@ -24,8 +24,8 @@ struct StepRule {
 class StepSplit {
 public:
     // cuts: per group of ranks that cut alike, ascending tokens [parts + 1] or empty.
-    // is_rotated: a group starts with the part before its place and goes down, around the end; else parts go up.
-    StepSplit(std::vector<std::vector<int32_t>> cuts, bool is_rotated, int32_t cp_size, int32_t total_tokens);
+    // first_parts: per group, see step_order.h; empty: parts in ascending order.
+    StepSplit(std::vector<std::vector<int32_t>> cuts, std::vector<int32_t> first_parts, int32_t cp_size);
 
     // Number of remote steps, equal on all ranks; 0 when no rank has remote keys.
     int32_t degree() const { return degree_; }
@@ -38,14 +38,14 @@ private:
     size_t group_of(int32_t rank) const { return static_cast<size_t>(rank / group_size_); }
 
     std::vector<std::vector<int32_t>> cuts_;
-    std::vector<int32_t> first_part_;  // per group; empty when parts go up
+    std::vector<int32_t> first_parts_;
     int32_t group_size_;
     int32_t degree_ = 0;
 };
 
 // One split per wanted degree (each at least 1); the result has fewer steps where rows do not suffice.
 // Throws InputError when cp_size is not a multiple of num_nodes.
-std::vector<StepSplit> split_steps(std::span<const Slice> slices, const Ownership& queries, const Needs& needs, int32_t total_keys, const StepRule& rule,
-                                   std::span<const int64_t> degrees);
+std::vector<StepSplit> split_steps(std::span<const Slice> slices, const Ownership& queries, const Ownership& keys, const Needs& needs,
+                                   const StepRule& rule, std::span<const int64_t> degrees);
 
 }  // namespace magi

@@ -12,41 +12,57 @@ namespace magi {
 
 namespace {
 
-// Calls visit(tile, piece) for each non-empty piece.
-template <class Visit>
-void for_each_piece(std::span<const Slice> slices, int64_t total_q, int64_t tile_m, Visit visit) {
-    for (Slice s : slices) {
-        if (!tighten(s)) continue;
-        const int64_t last_row = std::min<int64_t>(s.q_end, total_q) - 1;
-        for (int64_t tile = s.q_start / tile_m; tile <= last_row / tile_m && s.q_start <= last_row; ++tile) {
-            const auto first = static_cast<int32_t>(tile * tile_m);
-            const auto end = static_cast<int32_t>(std::min(tile * tile_m + tile_m, total_q));
-            Slice piece = clip(s, first, end, s.k_start, s.k_end);
-            if (tighten(piece)) visit(static_cast<size_t>(tile), piece);
-        }
+// The slice with the rows that exist, and the tiles [first_tile, end_tile) they lie in. Every row of a tightened slice sees a key,
+// so each of these tiles has exactly one piece of it.
+struct TileSpan {
+    Slice slice;
+    int64_t first_tile = 0, end_tile = 0;
+};
+
+std::vector<TileSpan> span_tiles(std::span<const Slice> slices, int64_t total_q, int64_t tile_m) {
+    std::vector<TileSpan> spans;
+    for (const Slice& s : slices) {
+        Slice inside = clip(s, 0, static_cast<int32_t>(total_q), s.k_start, s.k_end);
+        if (tighten(inside)) spans.push_back({inside, inside.q_start / tile_m, (inside.q_end - 1) / tile_m + 1});
     }
+    return spans;
 }
 
 }  // namespace
 
 WorkList build_work_list(std::span<const Slice> slices, int64_t total_q, int64_t tile_m) {
     if (tile_m < 1) throw InputError("tile_m=" + std::to_string(tile_m) + " must be at least 1");
-    if (total_q < 0) throw InputError("total_q=" + std::to_string(total_q) + " must be at least 0");
-    const auto num_tiles = static_cast<size_t>((total_q + tile_m - 1) / tile_m);
-    std::vector<int64_t> ends(num_tiles + 1, 0);
-    for_each_piece(slices, total_q, tile_m, [&](size_t tile, const Slice&) { ++ends[tile + 1]; });
-    for (size_t tile = 0; tile < num_tiles; ++tile) ends[tile + 1] += ends[tile];
-    if (ends.back() > std::numeric_limits<int32_t>::max() / 6)
-        throw InputError("tile_m=" + std::to_string(tile_m) + " cuts the slices in " + std::to_string(ends.back()) + " pieces; take larger tiles");
+    if (total_q < 0 || total_q > kMaxTokens)
+        throw InputError("total_q=" + std::to_string(total_q) + " must be from 0 to " + std::to_string(kMaxTokens));
+    const std::vector<TileSpan> spans = span_tiles(slices, total_q, tile_m);
+    int64_t num_pieces = 0;
+    for (const TileSpan& span : spans) num_pieces += span.end_tile - span.first_tile;
+    if (num_pieces > std::numeric_limits<int32_t>::max() / 6)
+        throw InputError("tile_m=" + std::to_string(tile_m) + " cuts the slices in " + std::to_string(num_pieces) +
+                         " pieces; take larger tiles");
 
+    const auto num_tiles = static_cast<size_t>((total_q + tile_m - 1) / tile_m);
     WorkList list;
-    list.tile_offsets.assign(ends.begin(), ends.end());
-    list.pieces.resize(static_cast<size_t>(ends.back()));
-    std::vector<int64_t> next(ends.begin(), ends.end());
-    for_each_piece(slices, total_q, tile_m, [&](size_t tile, const Slice& piece) { list.pieces[static_cast<size_t>(next[tile]++)] = piece; });
+    list.tile_offsets.assign(num_tiles + 1, 0);
+    for (const TileSpan& span : spans)
+        for (int64_t tile = span.first_tile; tile < span.end_tile; ++tile) ++list.tile_offsets[static_cast<size_t>(tile) + 1];
+    for (size_t tile = 0; tile < num_tiles; ++tile) list.tile_offsets[tile + 1] += list.tile_offsets[tile];
+
+    list.pieces.resize(static_cast<size_t>(num_pieces));
+    std::vector<int32_t> next(list.tile_offsets.begin(), list.tile_offsets.end());
+    for (const TileSpan& span : spans) {
+        for (int64_t tile = span.first_tile; tile < span.end_tile; ++tile) {
+            const auto first = static_cast<int32_t>(tile * tile_m);
+            const auto end = static_cast<int32_t>(std::min(tile * tile_m + tile_m, total_q));
+            Slice piece = clip(span.slice, first, end, span.slice.k_start, span.slice.k_end);
+            tighten(piece);
+            list.pieces[static_cast<size_t>(next[static_cast<size_t>(tile)]++)] = piece;
+        }
+    }
     for (size_t tile = 0; tile < num_tiles; ++tile)
-        std::stable_sort(list.pieces.begin() + ends[tile], list.pieces.begin() + ends[tile + 1],
-                         [](const Slice& a, const Slice& b) { return std::tie(a.k_start, a.q_start, a.lo) < std::tie(b.k_start, b.q_start, b.lo); });
+        std::stable_sort(
+            list.pieces.begin() + list.tile_offsets[tile], list.pieces.begin() + list.tile_offsets[tile + 1],
+            [](const Slice& a, const Slice& b) { return std::tie(a.k_start, a.q_start, a.lo) < std::tie(b.k_start, b.q_start, b.lo); });
     return list;
 }
 

@@ -52,7 +52,9 @@ def test_catalogue_with_solved_dispatch(name: str) -> None:
         ]
         check_plans(mask, plans)
         if cp_size == 1:  # to the record: one rank runs what a single device runs
-            assert len(plans[0].forward) == 1 and np.array_equal(plans[0].forward[0].slices, mask.slices), "one rank computes the mask itself"
+            assert len(plans[0].forward) == 1 and np.array_equal(plans[0].forward[0].slices, mask.slices), (
+                "one rank computes the mask itself"
+            )
 
 
 # ---- volume identities (05-communication) ----

@@ -151,9 +151,7 @@ def test_two_level_reduce_equals_the_flat_one(cp_size: int, num_nodes: int) -> N
         local: list[Int64Array] = []
         relay: list[Int64Array] = []
         for first in range(0, cp_size, node_size):
-            back = reduce_ones(
-                [form.intra.transpose() for form in forms[first : first + node_size]], partials[first : first + node_size]
-            )
+            back = reduce_ones([form.intra.transpose() for form in forms[first : first + node_size]], partials[first : first + node_size])
             for rank, rows in enumerate(back, start=first):
                 local.append(rows[: plans[rank].num_local_k])
                 relay.append(rows[plans[rank].num_local_k :])

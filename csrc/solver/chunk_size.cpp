@@ -46,10 +46,11 @@ std::vector<int64_t> candidate_chunk_sizes(int64_t total_tokens, int32_t cp_size
         }
         return sizes;
     }
+    if (total_tokens % cp_size == 0) sizes.push_back(total_tokens / cp_size);  // documents that match ranks match this grid
     for (int64_t parts = cp_size;; parts *= 2) {
         const int64_t size = ((total_tokens + parts - 1) / parts + unit - 1) / unit * unit;
         if (sizes.empty() || size < sizes.back()) sizes.push_back(size);
-        if (size <= unit) return sizes;
+        if (size <= unit || parts >= total_tokens) return sizes;
     }
 }
 
@@ -65,8 +66,12 @@ std::vector<DispatchDesc> candidate_grids(const DispatchRequest& request) {
     const ChunkGrid finest{request.total_tokens, chunk_unit(request.total_tokens, request.cp_size)};
     const std::vector<int64_t> finest_areas = chunk_areas(request.slices, finest);
     std::vector<DispatchDesc> grids;
-    for (const int64_t size : candidate_chunk_sizes(request.total_tokens, request.cp_size, request.is_even)) {
+    const std::vector<int64_t> sizes = candidate_chunk_sizes(request.total_tokens, request.cp_size, request.is_even);
+    for (const int64_t size : sizes) {
         DispatchDesc desc = make_desc(request, size);
+        // Two runs per rank need two chunks per rank, if there are that many at all.
+        const bool is_too_coarse = request.algorithm == DispatchAlgorithm::kZigzag && desc.grid.num_chunks() < 2 * request.cp_size;
+        if (is_too_coarse && size != sizes.back()) continue;
         const int64_t group = size / finest.chunk_size;
         if (size % finest.chunk_size != 0) {
             desc.areas = chunk_areas(request.slices, desc.grid);
@@ -95,6 +100,7 @@ std::vector<DispatchDesc> promising(std::vector<DispatchDesc> grids) {
 
 DispatchOutcome solve_dispatch(const DispatchRequest& request) {
     std::vector<DispatchDesc> grids = candidate_grids(request);
+    const BalanceLimits limits = balance_limits(grids.back());  // of the finest, so that coarse ones are not excused
     const bool is_fixed_layout = ignores_mask(request.algorithm);
     if (!is_fixed_layout) grids = promising(std::move(grids));
     std::optional<DispatchOutcome> best;
@@ -102,7 +108,6 @@ DispatchOutcome solve_dispatch(const DispatchRequest& request) {
     for (DispatchDesc& desc : grids) {
         const ChunkNeeds needs = chunk_needs(request.slices, desc.grid);
         desc.needs = &needs;
-        const BalanceLimits limits = balance_limits(desc);
         DispatchOutcome outcome = solve_on_grid(desc, request);
         if (is_fixed_layout) {
             // Only its tokens depend on the chunk size.
@@ -110,14 +115,9 @@ DispatchOutcome solve_dispatch(const DispatchRequest& request) {
             if (best->max_tokens <= limits.mean_tokens + limits.mean_tokens / 50) break;
             continue;
         }
-        if (best && is_balanced(*best, limits)) {
-            // Finer chunks than needed are only worth it while they save a good part of the key rows.
-            if (is_balanced(outcome, limits) && outcome.remote_rows < best->remote_rows - best->remote_rows / 16) best = std::move(outcome);
-            if (++finer_tries == kFinerTries) break;
-        } else if (!best || is_better_outcome(outcome, *best, limits)) {
-            best = std::move(outcome);
-        }
-        if (is_balanced(*best, limits) && best->remote_rows <= request.total_tokens / 16) break;
+        if (!best || is_worth_finer(outcome, *best, limits)) best = std::move(outcome);
+        if (!is_balanced(*best, limits)) continue;
+        if (best->remote_rows <= request.total_tokens / 16 || finer_tries++ == kFinerTries) break;
     }
     return std::move(*best);
 }

@@ -10,8 +10,10 @@ DispatchOutcome solve_on_grid(const DispatchDesc& desc, const DispatchRequest& r
 bool is_balanced(const DispatchOutcome& outcome, const BalanceLimits& limits);
 // By excess area, then excess tokens, then key rows.
 bool is_better_outcome(const DispatchOutcome& a, const DispatchOutcome& b, const BalanceLimits& limits);
+// Better balance, or the same with a good part of the key rows saved: what justifies smaller chunks.
+bool is_worth_finer(const DispatchOutcome& finer, const DispatchOutcome& coarser, const BalanceLimits& limits);
 
-// Sizes to try, falling. At most kMaxChunksPerRank chunks per rank; multiples of 128 as soon as the tokens allow that.
+// Sizes to try, falling: equal shares, then halves of them in multiples of 128 (of less when the tokens are few).
 std::vector<int64_t> candidate_chunk_sizes(int64_t total_tokens, int32_t cp_size, bool is_even);
 
 }  // namespace magi

@@ -52,6 +52,12 @@ int64_t excess(int64_t value, int64_t limit, int64_t mean, int64_t step_percent)
     return (value - limit + step - 1) / step;
 }
 
+// Area first, then tokens, in steps coarse enough that noise does not outweigh key rows.
+std::pair<int64_t, int64_t> imbalance(const DispatchOutcome& outcome, const BalanceLimits& limits) {
+    return {excess(outcome.max_area, limits.max_area, limits.mean_area, 1),
+            excess(outcome.max_tokens, limits.max_tokens, limits.mean_tokens, 5)};
+}
+
 DispatchOutcome outcome_of(const DispatchDesc& desc, Owners owner, DispatchWay way) {
     const RankLoads loads = rank_loads(desc, owner);
     DispatchOutcome outcome;
@@ -106,11 +112,12 @@ bool is_balanced(const DispatchOutcome& outcome, const BalanceLimits& limits) {
 }
 
 bool is_better_outcome(const DispatchOutcome& a, const DispatchOutcome& b, const BalanceLimits& limits) {
-    const auto score = [&](const DispatchOutcome& outcome) {
-        return std::tuple(excess(outcome.max_area, limits.max_area, limits.mean_area, 1),
-                          excess(outcome.max_tokens, limits.max_tokens, limits.mean_tokens, 5), outcome.remote_rows);
-    };
-    return score(a) < score(b);
+    return std::pair(imbalance(a, limits), a.remote_rows) < std::pair(imbalance(b, limits), b.remote_rows);
+}
+
+bool is_worth_finer(const DispatchOutcome& finer, const DispatchOutcome& coarser, const BalanceLimits& limits) {
+    if (imbalance(finer, limits) != imbalance(coarser, limits)) return imbalance(finer, limits) < imbalance(coarser, limits);
+    return finer.remote_rows < coarser.remote_rows - coarser.remote_rows / 16;
 }
 
 DispatchOutcome solve_on_grid(const DispatchDesc& desc, const DispatchRequest& request) {

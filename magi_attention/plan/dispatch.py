@@ -21,6 +21,7 @@ _ALGORITHMS = (
     "dynamic_programming",
     "binary_search",
 )
+_KEEP_ORDER = ("contiguous", "dynamic_programming", "binary_search")
 # Order of DispatchWay in csrc/solver/dispatch.h.
 _WAYS = ("as named", "one contiguous run per rank", "few runs per rank (ring cut)", "heap and local search")
 _KEY_CHUNKS_PER_RANK = 16
@@ -44,7 +45,8 @@ def solve_dispatch(
         mask: whole mask; `mask.total_q` tokens are dispatched. With uneven_shard=False already padded.
         cp_size: number of ranks, R.
         config: chunk size, algorithm, even or uneven shares.
-        is_permutable: False keeps the token order over the ranks: contiguous, whatever the algorithm says.
+        is_permutable: False keeps the token order over the ranks: contiguous equal shares, unless the algorithm cuts contiguous
+            runs itself (dynamic_programming, binary_search).
         is_same_source: keys are the same tokens, so a rank's own rows are local keys.
 
     Returns:
@@ -54,9 +56,7 @@ def solve_dispatch(
         InputError: cp_size < 1; uneven_shard=False and tokens that do not divide into equal shares of whole chunks.
     """
     _check(mask.total_q, cp_size, config)
-    alg = config.alg if is_permutable or not config.alg.uses_cost else ContiguousDispatchAlg()
-    if not is_permutable and alg.name == "zigzag":
-        alg = ContiguousDispatchAlg()
+    alg = config.alg if is_permutable or config.alg.name in _KEEP_ORDER else ContiguousDispatchAlg()
     solved = _native.run(
         "solve_dispatch",
         slices=mask.slices,
@@ -144,7 +144,7 @@ def _key_chunk_size(total_k: int, cp_size: int, *, is_even: bool) -> int:
 
 def _reasons(solved: dict[str, _native.IntArray], plan: DispatchPlan, config: DispatchConfig, alg: DispatchAlg) -> tuple[str, ...]:
     max_area, total_area, max_tokens = (int(solved[name][0]) for name in ("max_area", "total_area", "max_tokens"))
-    chosen = "as given" if config.chunk_size else "the largest that balances"
+    chosen = "as given" if config.chunk_size else "the largest that balances, or finer where that saves many key rows"
     imbalance = max_area * plan.cp_size / total_area if total_area else 1.0
     if not config.chunk_size and alg.uses_cost and imbalance > 1.02:
         chosen = "the best balance found; this mask does not reach 1.02 on this many ranks"

@@ -20,7 +20,7 @@ help: ## list the commands
 # torch first and apart, so that the machine's kind of torch is chosen before pip resolves the package.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --upgrade "pip>=23"
+	$(PY) -m pip install -q "pip>=23"
 	$(PY) -m pip install --progress-bar off $$($(PY) ci/torch_args.py "$(TORCH)")
 	@touch $@
 

@@ -10,7 +10,16 @@ import torch
 
 from magi_attention.testing.pytest_ranks import rank_pool
 
-__all__ = ["poisoned_memory", "rank_pool"]
+__all__ = ["one_thread", "poisoned_memory", "rank_pool"]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One torch thread: many small matmuls on a busy machine wait for each other's threads far longer than they compute."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(params=["nan", "inf"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from magi_attention.kernels.ops import single_device_attention
-from magi_attention.mask import AttnMask
+from magi_attention.mask import AttnMask, builders
 from magi_attention.mask.dense import dense_mask
 from magi_attention.testing.numerics import AttentionCase, AttentionResult
 
@@ -59,3 +59,24 @@ def check(name: str, mask: AttnMask, *args: Any, **options: Any) -> AttentionRes
     ours = run_ours(case, mask)
     case.check(name, ours)
     return ours
+
+
+def typed(rows: list[tuple[int, int, int, int, str]], total_q: int, total_k: int) -> AttnMask:
+    """From (q_start, q_end, k_start, k_end, type)."""
+    return AttnMask.from_ranges([r[:2] for r in rows], [r[2:4] for r in rows], [r[4] for r in rows], total_q, total_k)
+
+
+def causal(total_q: int, total_k: int | None = None) -> AttnMask:
+    """One causal slice over everything."""
+    return typed([(0, total_q, 0, total_k or total_q, "causal")], total_q, total_k or total_q)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttnMask, **options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of our attention."""
+    return single_device_attention(q, k, v, mask.slices, **options)[:2]
+
+
+def block_map_mask(merge: bool) -> AttnMask:
+    """8 x 8 blocks of 128 tokens, 0.3 of them visible."""
+    is_visible = np.random.default_rng(0).random((8, 8)) < 0.3
+    return builders.block_map(is_visible, 1024, 1024, 128, 128, merge=merge)

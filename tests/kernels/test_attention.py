@@ -18,6 +18,8 @@ from magi_attention.testing.masks import mask_catalogue
 from magi_attention.testing.numerics import MERGE_EPS
 from tests.kernels.problems import check, make_case, run_ours
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CATALOGUE = mask_catalogue()
 
 

@@ -9,6 +9,8 @@ from magi_attention.kernels.attention import attention_forward
 from magi_attention.kernels.ops import flex_attention_op, single_device_attention
 from magi_attention.testing.masks import mask_catalogue
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MASK = mask_catalogue()["documents_window_global"]
 SLICES = torch.from_numpy(MASK.slices.copy())
 

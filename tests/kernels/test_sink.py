@@ -10,6 +10,8 @@ from magi_attention.kernels.sink import check_sink, sink_backward, sink_lse
 from magi_attention.testing.masks import mask_catalogue
 from tests.kernels.problems import check, make_case, run_ours
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CATALOGUE = mask_catalogue()
 
 

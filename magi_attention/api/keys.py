@@ -25,6 +25,7 @@ from magi_attention.mask import AttnMask
 from magi_attention.mask.inputs import count
 from magi_attention.mask.slices import MAX_TOKENS
 from magi_attention.plan.build import plan_attention
+from magi_attention.plan.check import check_own_plan
 from magi_attention.plan.routes import token_routes
 from magi_attention.plan.types import DispatchPlan, RankPlan
 from magi_attention.runtime.rows import TokenOwners
@@ -315,7 +316,8 @@ def make_key(
 ) -> DistAttnKey:
     """The key of an identity on a group; planned at most once while the group's cache remembers it.
 
-    In check mode (MAGI_CHECK=1) collective: every rank raises the same InputError when ranks pass different things.
+    In check mode (MAGI_CHECK=1) collective: every rank raises the same InputError when ranks pass different things, and a new plan is
+    checked against the mask (PlanError, our fault).
     """
     if env.check_enabled() and not group.is_single:
         agree(group, _AGREED, identity.digest.encode(), identity.describe)
@@ -347,7 +349,7 @@ def _plan(mask: AttnMask, identity: KeyIdentity, group: CommGroup, key_for_dispa
         padded_mask = _with_totals(mask, base.dispatch_q.total_tokens, base.dispatch_k.total_tokens)
     elif not config.dispatch_config.uneven_shard:
         config, padded_mask = _evenly_padded(mask, config, group.size)
-    return plan_attention(
+    plan = plan_attention(
         padded_mask,
         group.size,
         group.rank,
@@ -362,6 +364,9 @@ def _plan(mask: AttnMask, identity: KeyIdentity, group: CommGroup, key_for_dispa
         dispatch_q=base.dispatch_q if base is not None else None,
         dispatch_k=base.dispatch_k if base is not None else None,
     )
+    if env.check_enabled():
+        check_own_plan(padded_mask, plan)
+    return plan
 
 
 _CHUNKS_PER_RANK = 8  # when padding and the caller gives no chunk size: enough to balance a causal mask, at most 1/8 of a rank is padding

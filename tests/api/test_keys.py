@@ -43,6 +43,7 @@ from magi_attention.api import (
     undispatch,
 )
 from magi_attention.api.key_cache import MAX_PLANS_PER_GROUP, cache_of
+from magi_attention.plan.check import PlanError
 from magi_attention.plan.types import RankPlan
 from tests.api.key_makers import CU, flex_key, local_tensors, simulated_group, varlen_key
 
@@ -208,6 +209,19 @@ def test_a_million_tokens_of_ten_thousand_documents(record_property: Callable[[s
     record_property("peak_bytes", peak_bytes)
     assert key.plan.rank_areas.sum() == key.mask.area() and key.num_local_q == key.plan.dispatch_q.rank_tokens[3]
     assert seconds < 2.0 and peak_bytes < 64 * 2**20, f"{seconds:.3f} s, {peak_bytes / 2**20:.1f} MB"
+
+
+def test_check_mode_checks_new_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    clear_cache()
+    wrong = varlen_key(causal=False).plan
+    monkeypatch.setattr("magi_attention.api.keys.plan_attention", lambda *args, **kwargs: wrong)
+    monkeypatch.setenv("MAGI_CHECK", "1")
+    with pytest.raises(PlanError):
+        varlen_key()
+    monkeypatch.undo()
+    monkeypatch.setenv("MAGI_CHECK", "1")
+    config = DistAttnConfig(dispatch_config=DispatchConfig(uneven_shard=False))
+    assert varlen_key(cu_seqlens_q=[0, 511], cu_seqlens_k=[0, 511], dist_attn_config=config).plan.rank_areas.sum() == 511 * 512 // 2
 
 
 # ---- padding, one rank, layers ----

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from magi_attention import env
 from magi_attention.comm import SINGLE, CommGroup, comm_group
@@ -28,6 +27,7 @@ from magi_attention.kernels.select import choose, describe
 from magi_attention.kernels.sink import sink_backward, sink_lse
 from magi_attention.plan.types import RankPlan, StepPlan
 from magi_attention.runtime import checks
+from magi_attention.runtime.collectives import all_reduce
 from magi_attention.runtime.steps import Arrivals, ExchangeRule, GradReturns, select_exchange_rule
 
 
@@ -182,7 +182,7 @@ def _forward(
         guard.look(index, out=out, lse=lse)
     guard.report(call, q.device)
     if max_logits is not None and not call.group.is_single:
-        dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=call.group.flat)
+        all_reduce(max_logits, call.group.flat, "max_logits", takes_max=True)
     return out.to(q.dtype), lse, max_logits
 
 
@@ -223,7 +223,7 @@ def _sink_grad(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, call:
     dsink = sink_backward(sink, call.sink_layout, lse, delta)
     reduction = call.config.sink_grad_reduce
     if reduction is not None and call.sink_layout == "sh" and not call.group.is_single:
-        dist.all_reduce(dsink, group=call.group.flat)
+        all_reduce(dsink, call.group.flat, "the sink gradient")
         if reduction == "avg":
             dsink = dsink / call.plan.cp_size
     return dsink.to(sink.dtype)

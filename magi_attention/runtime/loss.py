@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from magi_attention.errors import InputError
+from magi_attention.runtime.collectives import all_reduce
 from magi_attention.runtime.roll import roll
 from magi_attention.runtime.rows import TokenOwners
 
@@ -75,6 +76,7 @@ def reduce_loss(
 
     Raises:
         InputError: loss_sum is not a floating point scalar, or grad_reduction is unknown.
+        CommError: a peer was lost.
     """
     if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
         raise InputError(
@@ -99,7 +101,7 @@ class _ReduceLoss(torch.autograd.Function):
         totals[1] = count if isinstance(count, int) else count.reshape(())
         num_ranks = 1
         if group is not None:
-            dist.all_reduce(totals, group=group)
+            all_reduce(totals, group, "the loss")
             num_ranks = dist.get_world_size(group)
         weight = 1.0 / totals[1].clamp(min=1.0)
         ctx.weight = weight * (num_ranks if grad_reduction == "avg" else 1)

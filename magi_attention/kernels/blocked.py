@@ -15,7 +15,7 @@ from torch import Tensor
 from magi_attention.kernels.work import Tile
 
 BLOCK_COLUMNS = 512  # keys per matmul
-SCORE_CELLS = 1 << 19  # scores held at once: they stay in the caches of a core or two between the passes over them
+SCORE_CELLS = 1 << 18  # scores held at once: 1 MiB stays in the caches of a core or two between the passes over it
 _MANY_LAYERS = 8
 
 

@@ -12,7 +12,7 @@ CXX_SOURCES := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp)
 BUILD_INPUTS := pyproject.toml setup.py $(CXX_SOURCES)
 CLEAN_DIR := build/wheel-check
 
-.PHONY: help demo test lint format types cpp-test rules docs figures wheel wheel-check clean
+.PHONY: help demo test lint format types cpp-test rules docs figures support wheel wheel-check clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -61,6 +61,9 @@ docs: $(VENV)/.installed-dev ## build the documentation into site/
 
 figures: $(VENV)/.installed-dev ## redraw the pictures of docs/
 	$(PY) docs/make_figures.py
+
+support: $(VENV)/.installed-dev ## rewrite docs/support.md by running every cell
+	$(PY) docs/make_support.py
 
 wheel: $(VENV)/.installed-dev ## a wheel into dist/
 	$(PY) -m pip wheel -q --no-deps -w dist .

@@ -97,8 +97,12 @@ def plan_attention(
         rank_areas=forward.rank_areas,
         rank_recv_rows=forward.rank_recv_rows,
         rank_send_rows=forward.rank_send_rows,
-        reasons=(*reasons, forward.reason, backward.reason),
+        reasons=(*reasons, forward.reason, backward.reason, *_order_reason(config)),
     )
+
+
+def _order_reason(config: DistAttnConfig) -> tuple[str, ...]:
+    return ("deterministic: steps merge and ranks add in a fixed order, equal to the bit from run to run",) if config.deterministic else ()
 
 
 def build_problem(mask: AttnMask, cp_size: int, config: DistAttnConfig, request: PlanRequest) -> tuple[PlanProblem, tuple[str, ...]]:

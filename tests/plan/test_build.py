@@ -228,3 +228,11 @@ def test_overlap_off_is_one_remote_step() -> None:
     config = DistAttnConfig(overlap_config=OverlapConfig(enable=False, degree=4, min_chunk_size=1))
     for plan in plan_all(causal(256), contiguous_dispatch(256, 4), config):
         assert len(plan.forward) == len(plan.backward) == 2
+
+
+def test_n15_a_deterministic_plan_says_so() -> None:
+    mask = builders.from_cu_seqlens([0, 60, 200], [0, 60, 200], causal=True)
+    heads = {"num_heads_q": 2, "num_heads_kv": 1, "head_dim": 8}
+    asked = plan_attention(mask, 2, 0, DistAttnConfig(deterministic=True), **heads)
+    assert any(reason.startswith("deterministic:") for reason in asked.reasons)
+    assert not any(reason.startswith("deterministic:") for reason in plan_attention(mask, 2, 0, DistAttnConfig(), **heads).reasons)

@@ -96,14 +96,16 @@ def train_step(
 def main() -> None:
     args = parse_args()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    use_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    use_cuda = num_gpus > 0
+    device = torch.device("cuda", local_rank % num_gpus) if use_cuda else torch.device("cpu")
     torch.set_num_threads(args.threads)
     if use_cuda:
         torch.cuda.set_device(device)
     group = None
     if world_size > 1:
-        dist.init_process_group("nccl" if use_cuda else "gloo")
+        dist.init_process_group("nccl" if num_gpus >= local_size else "gloo")  # NCCL takes one rank per GPU
         group = dist.group.WORLD
 
     torch.manual_seed(args.seed)  # equal parameters on every rank

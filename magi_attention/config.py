@@ -191,7 +191,7 @@ class OverlapConfig:
     Attributes:
         enable: False exchanges everything first, then computes (one remote step, no overlap).
         mode: STATIC takes `degree`, DYNAMIC chooses 1..dynamic_max_degree by the cost model, forward and backward apart.
-        degree: number of remote steps; None means DYNAMIC whatever `mode` says.
+        degree: number of remote steps; given, it holds whatever `mode` says (min_chunk_size may still lower it); None is DYNAMIC.
         dynamic_max_degree: bound for DYNAMIC.
         min_chunk_size: a step never receives fewer rows than this, unless it is the only one.
         max_num_chunks: bound on the number of steps for the greedy algorithm.

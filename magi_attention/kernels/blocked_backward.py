@@ -56,9 +56,9 @@ class _Rows:
         weights = torch.bmm(q, block_keys.transpose(1, 2))
         slope = None
         if self.softcap:
-            capped = weights.tanh_()
-            slope = 1 - capped * capped
-            weights = capped.mul_(self.softcap)
+            # 1 / cosh^2, not 1 - tanh^2: near the cap the difference has no digits left.
+            slope = torch.cosh(weights).reciprocal_().square_()
+            weights = weights.tanh_().mul_(self.softcap)
         block.mask(weights, self.group_size)
         weights.sub_(self.lse[chunk, block.rows]).exp_()
         block.add_to(dvalues, chunk, weights, dout, 1.0)

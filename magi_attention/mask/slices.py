@@ -41,6 +41,12 @@ class AttnMask:
     total_q: int
     total_k: int
 
+    def __post_init__(self) -> None:
+        self.slices.setflags(write=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AttnMask, (self.slices, self.total_q, self.total_k)  # through the constructor: copies are read-only too
+
     # ---- in ----
 
     @classmethod

@@ -23,6 +23,7 @@ from magi_attention.comm import SINGLE, CommGroup, comm_group
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.kernels.attention import WorkList, attention_backward, attention_forward, compute_dtype, prepare, softmax_delta
+from magi_attention.kernels.ops import cast_for_autocast
 from magi_attention.kernels.select import choose, describe
 from magi_attention.kernels.sink import sink_backward, sink_lse
 from magi_attention.plan.types import RankPlan, StepPlan
@@ -95,7 +96,7 @@ def dist_attention(
         CommError: an exchange failed or timed out.
         FloatingPointError: in check mode, a NaN or infinity appeared in a result.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     config = config or DistAttnConfig()
     choose(describe(q, k, v, sink=sink, sink_layout=sink_layout, softcap=softcap), config.kernel_backend)
     checks.check_local_rows(q, k, plan)
@@ -126,14 +127,6 @@ def _group_of(plan: RankPlan, group: Any) -> CommGroup:
             "pass the group that the key was made with"
         )
     return found
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 class _DistAttention(torch.autograd.Function):

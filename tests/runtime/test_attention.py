@@ -52,7 +52,7 @@ def random_problem(seed: int) -> Problem:
 
 @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
 def test_random_masks(rank_pool: RankPool, num_ranks: int) -> None:
-    check(rank_pool, num_ranks, [random_problem(50 * num_ranks + idx) for idx in range(50)])
+    check(rank_pool, num_ranks, [random_problem(seed) for seed in range(200)])
 
 
 @pytest.mark.parametrize("num_ranks", (2, 3))

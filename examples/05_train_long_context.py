@@ -47,7 +47,8 @@ def train(args: argparse.Namespace, num_ranks: int, record: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m", "examples.demo.train"]
     command += ["--data", str(args.data.resolve()), "--steps", str(args.steps), "--seq-len", str(args.seq_len)]
     command += ["--window", str(args.window), "--threads", str(threads), "--record", str(record.resolve())]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    # Threads that wait without spinning: on a busy machine spinning ones keep the core from the thread they wait for.
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "OMP_NUM_THREADS": str(threads)}
     finished = subprocess.run(command, cwd=REPO, env=environment, check=False)
     if finished.returncode:
         raise SystemExit(f"training on {num_ranks} ranks ended with exit code {finished.returncode}; its messages are above")

@@ -23,6 +23,7 @@ from magi_attention.plan.types import DispatchPlan, RankPlan
 from magi_attention.runtime.attention import dist_attention
 from magi_attention.runtime.rows import TokenOwners
 from magi_attention.testing.numerics import assert_close_to_reference
+from tests.poison import poisoned
 
 Slices = Sequence[Sequence[int]]
 
@@ -196,6 +197,12 @@ def run_on_rank(rank: int, num_ranks: int, problems: Sequence[Problem]) -> list[
     return found
 
 
+def poisoned_on_rank(rank: int, num_ranks: int, problems: Sequence[Problem], number: str) -> list[dict[str, np.ndarray]]:
+    """run_on_rank with uninitialised memory full of `number`, "nan" or "inf"."""
+    with poisoned(number):
+        return run_on_rank(rank, num_ranks, problems)
+
+
 def assemble(problem: Problem, parts: Sequence[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
     """Global out, lse, max_logits, dq, dk, dv, dsink from the parts of all ranks; every row exactly once."""
     whole = {}
@@ -249,10 +256,14 @@ def assert_parity(problem: Problem, parts: Sequence[dict[str, np.ndarray]], note
 
     `twins` is (reference(problem), eager(problem)) when a test has them already.
     """
-    exact, plain = twins or (reference(problem), eager(problem))
-    ours = assemble(problem, parts)
+    assert_near_twins(assemble(problem, parts), twins or (reference(problem), eager(problem)), f"{note}on {len(parts)} ranks: ")
+
+
+def assert_near_twins(ours: dict[str, torch.Tensor], twins: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]], note: str) -> None:
+    """Rule NUM on results in global order: out and gradients against float64 and eager, lse and max_logits within 1e-3."""
+    exact, plain = twins
     for name, tensor in ours.items():
-        label = f"{note}{name} on {len(parts)} ranks"
+        label = note + name
         if name in ("lse", "max_logits"):
             wanted = exact[name]
             assert torch.equal(tensor.isneginf(), wanted.isneginf()), f"{label}: empty rows differ"

@@ -15,7 +15,8 @@ from magi_attention.comm import comm_group
 from magi_attention.runtime.attention import dist_attention
 from magi_attention.runtime.single import single_rank_plan
 from magi_attention.testing.workers import RankPool
-from tests.runtime.harness import Problem, assert_parity, causal, forward_on_rank, full, run_on_rank, small
+from tests.poison import NUMBERS
+from tests.runtime.harness import Problem, assert_parity, causal, forward_on_rank, full, poisoned_on_rank, run_on_rank, small
 
 BASE = Problem(causal([30, 50, 16], left=20), 96, chunk_size=8, degree=2, uses_lse=True)
 OTHER = small(BASE, slices=full(96, 96), num_heads_q=6, num_heads_kv=3, head_dim=8, seed=5, sink_layout="sh")
@@ -157,20 +158,12 @@ def test_autocast_casts_the_inputs(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, autocast_on_rank) == [("torch.bfloat16", "torch.float32", True)] * 2
 
 
-def poisoned_on_rank(rank: int, num_ranks: int, problems: list[Problem]) -> list[dict[str, np.ndarray]]:
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        return run_on_rank(rank, num_ranks, problems)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_uninitialised_memory_never_shows(rank_pool: RankPool) -> None:
-    """Rows outside every slice, ranks without work and empty buffers, with new memory full of NaN."""
+@pytest.mark.parametrize("number", NUMBERS)
+def test_uninitialised_memory_never_shows(rank_pool: RankPool, number: str) -> None:
+    """Rows outside every slice, ranks without work and empty buffers, with new memory full of NaN or of +inf."""
     holes = small(BASE, slices=[[10, 30, 0, 20, -1000, 0], [50, 52, 90, 96, -1000, 1000]])
     problems = [holes, BASE, OTHER, small(BASE, slices=[])]
-    per_rank = rank_pool.run(3, poisoned_on_rank, problems)
+    per_rank = rank_pool.run(3, poisoned_on_rank, problems, number)
     for problem, parts in zip(problems, zip(*per_rank, strict=True), strict=True):
         assert_parity(problem, parts)
 

@@ -1,4 +1,4 @@
-"""Uninitialised memory that shows when it is read: every new tensor starts as NaN, or as +inf. Knows no kernel; rank processes use it too."""
+"""Uninitialised memory that shows when it is read: new tensors hold NaN, or +inf. Knows no kernel; rank processes use it too."""
 
 from __future__ import annotations
 

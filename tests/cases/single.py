@@ -54,7 +54,7 @@ def is_exact_zero(x: Tensor) -> bool:
 def assert_same_within_rule(
     name: str, one: AttentionResult, other: AttentionResult, twins: tuple[AttentionResult, AttentionResult]
 ) -> None:
-    """Two results that should be one: they differ by no more than the rule allows each from float64. twins = (float64, eager)."""
+    """Two results that should be one: they differ by no more than the rule allows each from float64."""
     for key, value in one.values.items():
         second, (reference, eager) = other.values[key], (twin.values[key] for twin in twins)
         assert torch.equal(value.isinf(), second.isinf()), f"{name} {key}: infinities at other places"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from magi_attention import api
 from magi_attention.common import AttnMask, AttnRange, AttnRanges
 from magi_attention.errors import InputError
 from magi_attention.mask import builders
@@ -106,11 +108,14 @@ def test_m08_four_ways_to_say_causal() -> None:
 @pytest.mark.parametrize("window", [(-1, -3), (-2, 0), (4, -9)])
 def test_m09_only_minus_one_is_unbounded(window: tuple[int, int]) -> None:
     wrong = min(window)
+    key = api.magi_attn_varlen_key([0, 8], [0, 8], 8, 2, 128, 0, None)
     for call in (
         lambda: builders.from_cu_seqlens([0, 8], [0, 8], window_size=window),
         lambda: builders.infer_attn_mask_from_cu_seqlens([0, 8], [0, 8], window_size=window),
         lambda: builders.infer_attn_mask_from_sliding_window(AttnRange(0, 8), AttnRange(0, 8), window),
         lambda: builders.sliding_window(8, 8, window),
+        lambda: api.magi_attn_varlen_key([0, 8], [0, 8], 8, 2, 128, 0, None, window_size=window),
+        lambda: api.make_varlen_key_for_new_mask_after_dispatch([0, 8], [0, 8], key, window_size=window),
     ):
         with pytest.raises(InputError, match=rf"window_size\[[01]\]={wrong} must be in \[-1"):
             call()
@@ -131,7 +136,7 @@ def test_m20_every_window_on_every_length(left: int | None) -> None:
         assert (dense_of_ranges(*helper) == expected).all(), f"window ({left}, {right})"
 
 
-@pytest.mark.parametrize("seqlen", [1, 2, 3, 7, 16, 31, 32])
+@pytest.mark.parametrize("seqlen", range(1, 33))
 def test_m20_the_window_helper_on_one_range(seqlen: int) -> None:
     q_range, k_range = AttnRange(5, 5 + seqlen), AttnRange(9, 9 + seqlen)
     for left in SIDES:
@@ -202,6 +207,15 @@ def test_a01_integer_offsets_are_accepted(dtype: torch.dtype) -> None:
     ranges = torch.tensor([[0, 5], [5, 9]], dtype=dtype)
     assert AttnMask.from_ranges(ranges, ranges, torch.tensor([1, 1], dtype=dtype), 9, 9) == plain
     assert AttnMask.from_ranges(ranges.tolist(), ranges.tolist(), [1, 1], 9, 9) == plain
+    keys = [varlen_key(offset) for offset in (tensor, tensor.tolist(), tensor.numpy())]
+    assert keys[0].mask == plain and len(set(keys)) == 1
+    q, k = torch.randn(9, 8, 16), torch.randn(9, 2, 16)
+    outs = [api.flex_flash_attn_func(q, k, k, *given, [1, 1])[0] for given in ((ranges, ranges), (ranges.tolist(), ranges.numpy()))]
+    assert torch.equal(*outs)
+
+
+def varlen_key(cu_seqlens: Any, **options: Any) -> api.DistAttnKey:
+    return api.magi_attn_varlen_key(cu_seqlens, cu_seqlens, 8, 2, 16, 0, None, causal=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -210,5 +224,21 @@ def test_a01_integer_offsets_are_accepted(dtype: torch.dtype) -> None:
 def test_a01_float_offsets_are_refused(wrong: Any) -> None:
     with pytest.raises(InputError, match=r"cu_seqlens_q.*float"):
         builders.from_cu_seqlens(wrong, [0, 5, 9])
+    with pytest.raises(InputError, match=r"cu_seqlens_q.*float"):
+        varlen_key(wrong)
     with pytest.raises(InputError, match=r"attn_type_map.*float"):
         AttnMask.from_ranges([[0, 1]] * 3, [[0, 1]] * 3, wrong, 9, 9)
+    tensor = torch.zeros(9, 2, 16)
+    with pytest.raises(InputError, match=r"q_ranges.*float"):
+        api.flex_flash_attn_func(tensor, tensor, tensor, torch.tensor([[0.0, 9.0]]), [[0, 9]])
+
+
+def test_a01_no_longest_length_is_asked_for() -> None:
+    """max_seqlen is no parameter of a key; the original's argument of the single-device function is ignored, so it cannot be too small."""
+    for function in (api.magi_attn_varlen_key, api.magi_attn_flex_key, builders.from_cu_seqlens, api.infer_attn_mask_from_cu_seqlens):
+        assert not [name for name in inspect.signature(function).parameters if "max" in name]
+    q, k = torch.randn(9, 8, 16), torch.randn(9, 2, 16)
+    plain, _ = api.flex_flash_attn_func(q, k, k, [[0, 9]], [[0, 9]], [1])
+    with pytest.warns(DeprecationWarning, match="max_seqlen_q is ignored"):
+        too_small, _ = api.flex_flash_attn_func(q, k, k, [[0, 9]], [[0, 9]], [1], max_seqlen_q=3)
+    assert torch.equal(plain, too_small)

@@ -2,8 +2,9 @@
 #include "solver/local_search.h"
 
 #include <algorithm>
-#include <numeric>
+#include <set>
 #include <tuple>
+#include <utility>
 
 #include "solver/remote_rows.h"
 
@@ -35,36 +36,26 @@ public:
         by_area_.resize(desc.cp_size);
         for (int32_t chunk = 0; chunk < desc.num_chunks(); ++chunk) by_area_[owner[chunk]].push_back(chunk);
         for (auto& chunks : by_area_) std::sort(chunks.begin(), chunks.end(), BySize{desc_.areas});
+        for (int32_t rank = 0; rank < desc.cp_size; ++rank) by_load_.emplace(loads_.area[rank], rank);
     }
 
     void run() {
         while (work_left_ > 0) {
-            const auto fullest = static_cast<int32_t>(std::max_element(loads_.area.begin(), loads_.area.end()) - loads_.area.begin());
-            if (loads_.area[fullest] <= target_area_) return;
-            Trade best{loads_.area[fullest], loads_.area[fullest]};
-            for (int64_t partners = 8; best.partner < 0 && work_left_ > 0; partners *= 8) {
-                for (const int32_t light : lightest(partners)) {
-                    if (loads_.area[light] < loads_.area[fullest]) look_at(fullest, light, best);
-                }
-                if (partners >= desc_.cp_size) break;
-            }
+            const int64_t largest = by_load_.rbegin()->first;
+            if (largest <= target_area_) return;
+            const int32_t fullest = by_load_.lower_bound({largest, 0})->second;
+            Trade best{largest, largest};
+            // The lightest ranks first; more of them only when these cannot help.
+            auto light = by_load_.begin();
+            int64_t looked_at = 0;
+            for (int64_t partners = 8; best.partner < 0 && work_left_ > 0 && light->first < largest; partners *= 8)
+                for (; looked_at < partners && light->first < largest; ++looked_at, ++light) look_at(fullest, light->second, best);
             if (best.partner < 0) return;
             apply(fullest, best);
         }
     }
 
 private:
-    std::vector<int32_t> lightest(int64_t partners) {
-        std::vector<int32_t> ranks(desc_.cp_size);
-        std::iota(ranks.begin(), ranks.end(), 0);
-        const auto count = std::min<int64_t>(partners, desc_.cp_size);
-        std::partial_sort(ranks.begin(), ranks.begin() + count, ranks.end(),
-                          [&](int32_t a, int32_t b) { return std::pair(loads_.area[a], a) < std::pair(loads_.area[b], b); });
-        ranks.resize(count);
-        work_left_ -= desc_.cp_size;
-        return ranks;
-    }
-
     bool tokens_allow(int32_t partner, int64_t gained) const {
         return gained <= 0 || desc_.is_even || loads_.tokens[partner] + gained <= max_tokens_;
     }
@@ -104,8 +95,13 @@ private:
         for (const int32_t give : ours) {
             if (!desc_.is_even) consider(fullest, partner, give, -1, best);
             while (at < theirs.size() && desc_.areas[theirs[at]] < desc_.areas[give] - half) ++at;
-            const size_t last = std::min(at + kAround, theirs.size());
-            for (size_t i = at - std::min(at, kAround); i < last; ++i) consider(fullest, partner, give, theirs[i], best);
+            // Around it, only what leaves both ranks no fuller than the best trade so far does.
+            const int64_t smallest = desc_.areas[give] - (best.over - loads_.area[partner]);
+            const int64_t largest = desc_.areas[give] - (loads_.area[fullest] - best.over);
+            size_t first = at, last = at;
+            while (first > 0 && at - first < kAround && desc_.areas[theirs[first - 1]] >= smallest) --first;
+            while (last < theirs.size() && last - at < kAround && desc_.areas[theirs[last]] <= largest) ++last;
+            for (size_t i = first; i < last; ++i) consider(fullest, partner, give, theirs[i], best);
         }
         work_left_ -= static_cast<int64_t>(ours.size() + theirs.size());
     }
@@ -115,11 +111,17 @@ private:
         source.erase(std::lower_bound(source.begin(), source.end(), chunk, BySize{desc_.areas}));
         auto& target = by_area_[to];
         target.insert(std::lower_bound(target.begin(), target.end(), chunk, BySize{desc_.areas}), chunk);
-        loads_.area[from] -= desc_.areas[chunk];
-        loads_.area[to] += desc_.areas[chunk];
+        add_area(from, -desc_.areas[chunk]);
+        add_area(to, desc_.areas[chunk]);
         loads_.tokens[from] -= desc_.grid.tokens(chunk);
         loads_.tokens[to] += desc_.grid.tokens(chunk);
         owner_[chunk] = to;
+    }
+
+    void add_area(int32_t rank, int64_t area) {
+        by_load_.erase({loads_.area[rank], rank});
+        loads_.area[rank] += area;
+        by_load_.emplace(loads_.area[rank], rank);
     }
 
     void apply(int32_t fullest, const Trade& trade) {
@@ -131,7 +133,8 @@ private:
     Owners& owner_;
     RankLoads loads_;
     int64_t target_area_ = 0, max_tokens_, work_left_;
-    std::vector<std::vector<int32_t>> by_area_;  // chunks of each rank, ascending area
+    std::vector<std::vector<int32_t>> by_area_;      // chunks of each rank, ascending area
+    std::set<std::pair<int64_t, int32_t>> by_load_;  // (area, rank)
 };
 
 class LocalitySearch {

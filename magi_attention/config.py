@@ -5,15 +5,27 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from magi_attention.arguments import count, flag, number, one_of, shown
 from magi_attention.errors import InputError
 
 KERNEL_BACKENDS = ("auto", "blocked", "ffa")
 GRPCOLL_BACKENDS = ("auto", "a2av", "native", "hierarchical")
+SINK_GRAD_REDUCTIONS = ("sum", "avg")
+MAX_STEPS = 1_024  # each step is an exchange and some records on every rank; overlap gains nothing long before this
+MAX_TIMEOUT_S = 1e7  # four months; process groups count milliseconds in 64 bits, and their time records end soon after
+_MAX_CHUNK = (1 << 30) - 1  # tokens; ids fit 30 bits
+_MAX_FACTOR = 1e6
 
 
 def _require(is_valid: bool, name: str, value: object, rule: str) -> None:
     if not is_valid:
-        raise InputError(f"{name}={value!r} {rule}")
+        raise InputError(f"{name}={shown(value)} {rule}")
+
+
+def _keep(record: object, **plain: object) -> None:
+    """Hold what was checked as plain Python values, so that equal records compare, hash and print alike on every rank."""
+    for name, value in plain.items():
+        object.__setattr__(record, name, value)
 
 
 # ---- dispatch: which rank owns which chunk ----
@@ -25,7 +37,7 @@ class DispatchAlg:
 
     @property
     def name(self) -> str:
-        raise TypeError("DispatchAlg is a base class; pass one of its subclasses, e.g. MinHeapDispatchAlg()")
+        raise InputError("DispatchAlg() is only the base class; pass one of its subclasses, e.g. MinHeapDispatchAlg()")
 
     @property
     def uses_cost(self) -> bool:
@@ -89,7 +101,7 @@ class ToppHeapDispatchAlg(DispatchAlg):
     top_p: float = 0.2
 
     def __post_init__(self) -> None:
-        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "must be in (0, 1]; 0.2 is the default")
+        _keep(self, top_p=number("top_p", self.top_p, "must be in (0, 1]; 0.2 is the default", above=0.0, high=1.0))
 
     @property
     def name(self) -> str:
@@ -138,13 +150,11 @@ class DispatchConfig:
     uneven_shard: bool = True
 
     def __post_init__(self) -> None:
-        _require(
-            self.chunk_size is None or (isinstance(self.chunk_size, int) and self.chunk_size > 0),
-            "chunk_size",
-            self.chunk_size,
-            "must be a positive int, or None to let the solver choose",
-        )
-        _require(isinstance(self.alg, DispatchAlg), "alg", self.alg, "must be a DispatchAlg, e.g. MinHeapDispatchAlg()")
+        if self.chunk_size is not None:
+            _keep(self, chunk_size=count("chunk_size", self.chunk_size, 1, _MAX_CHUNK))
+        _keep(self, uneven_shard=flag("uneven_shard", self.uneven_shard))
+        is_one = isinstance(self.alg, DispatchAlg) and type(self.alg) is not DispatchAlg
+        _require(is_one, "alg", self.alg, "must be one of the dispatch algorithms, e.g. MinHeapDispatchAlg()")
 
 
 # ---- overlap: how the remote keys are split in steps ----
@@ -163,7 +173,7 @@ class OverlapAlg:
 
     @property
     def name(self) -> str:
-        raise TypeError("OverlapAlg is a base class; pass UniformOverlapAlg() or GreedyOverlapAlg()")
+        raise InputError("OverlapAlg() is only the base class; pass UniformOverlapAlg() or GreedyOverlapAlg()")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,12 +221,16 @@ class OverlapConfig:
 
     def __post_init__(self) -> None:
         _require(isinstance(self.mode, AttnOverlapMode), "mode", self.mode, "must be an AttnOverlapMode")
-        _require(isinstance(self.alg, OverlapAlg), "alg", self.alg, "must be an OverlapAlg, e.g. UniformOverlapAlg()")
-        _require(self.degree is None or self.degree >= 1, "degree", self.degree, "must be at least 1, or None for the cost model")
-        for name in ("dynamic_max_degree", "min_chunk_size", "max_num_chunks"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        is_one = isinstance(self.alg, OverlapAlg) and type(self.alg) is not OverlapAlg
+        _require(is_one, "alg", self.alg, "must be UniformOverlapAlg() or GreedyOverlapAlg()")
+        _keep(self, enable=flag("enable", self.enable))
+        if self.degree is not None:
+            _keep(self, degree=count("degree", self.degree, 1, MAX_STEPS))
+        for name, limit in (("dynamic_max_degree", MAX_STEPS), ("max_num_chunks", MAX_STEPS), ("min_chunk_size", _MAX_CHUNK)):
+            _keep(self, **{name: count(name, getattr(self, name), 1, limit)})
         for name in ("calc_cost_factor", "comm_cost_factor"):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
+            rule = f"must be a number above 0, at most {_MAX_FACTOR:g}; 1.0 takes the cost model as it is"
+            _keep(self, **{name: number(name, getattr(self, name), rule, above=0.0, high=_MAX_FACTOR)})
 
 
 # ---- exchange and the whole ----
@@ -235,8 +249,12 @@ class GrpCollConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _require(self.backend in GRPCOLL_BACKENDS, "backend", self.backend, f"must be one of {', '.join(GRPCOLL_BACKENDS)}")
-        _require(self.timeout_s > 0, "timeout_s", self.timeout_s, "must be above 0 seconds")
+        rule = f"must be in [0.001, {MAX_TIMEOUT_S:g}] seconds"
+        _keep(
+            self,
+            backend=one_of("backend", self.backend, GRPCOLL_BACKENDS),
+            timeout_s=number("timeout_s", self.timeout_s, rule, low=0.001, high=MAX_TIMEOUT_S),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +278,7 @@ class DistAttnConfig:
     def __post_init__(self) -> None:
         for name, kind in (("dispatch_config", DispatchConfig), ("overlap_config", OverlapConfig), ("grpcoll_config", GrpCollConfig)):
             _require(isinstance(getattr(self, name), kind), name, getattr(self, name), f"must be a {kind.__name__}")
-        _require(
-            self.kernel_backend in KERNEL_BACKENDS, "kernel_backend", self.kernel_backend, f"must be one of {', '.join(KERNEL_BACKENDS)}"
-        )
-        _require(self.sink_grad_reduce in (None, "sum", "avg"), "sink_grad_reduce", self.sink_grad_reduce, 'must be None, "sum" or "avg"')
+        one_of("kernel_backend", self.kernel_backend, KERNEL_BACKENDS)
+        _keep(self, deterministic=flag("deterministic", self.deterministic))
+        if self.sink_grad_reduce is not None:
+            one_of("sink_grad_reduce", self.sink_grad_reduce, SINK_GRAD_REDUCTIONS)  # or None

@@ -8,6 +8,7 @@ from magi_attention.api.keys import DistAttnKey, check_living_key
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.errors import InputError
 from magi_attention.runtime.attention import dist_attention
+from magi_attention.runtime.rows import require_tensor
 
 
 def calc_attn(
@@ -75,8 +76,7 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: DistAtt
         ("v", v, facts.num_heads_kv, "num_heads_kv", facts.head_dim_v, "head_dim_v"),
     )
     for name, tensor, num_heads, heads_name, head_dim, dim_name in wanted:
-        if not isinstance(tensor, torch.Tensor):
-            raise InputError(f"{name} is a {type(tensor).__name__}; it must be a tensor [local tokens, heads, head_dim]")
+        require_tensor(name, tensor, "[local tokens, heads, head_dim]")
         if tensor.dim() != 3:
             raise InputError(
                 f"{name} has shape {tuple(tensor.shape)}; it must be [local tokens, heads, head_dim] without a batch dimension; "

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +15,14 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from magi_attention import env
+from magi_attention.api.key_arguments import check_config, check_heads, with_chunk_size
 from magi_attention.api.key_cache import BoundedCache, cache_of
 from magi_attention.api.padding import compute_pad_size
+from magi_attention.arguments import flag
 from magi_attention.comm import SINGLE, CommGroup, agree
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask
-from magi_attention.mask.inputs import count
-from magi_attention.mask.slices import MAX_TOKENS
 from magi_attention.plan.build import plan_attention
 from magi_attention.plan.check import check_own_plan
 from magi_attention.plan.routes import token_routes
@@ -193,8 +192,8 @@ def checked_identity(
         InputError: heads, head_dim, config or sizes that no key can have.
     """
     num_heads_q, num_heads_kv, head_dim, head_dim_v = check_heads(*heads)
-    if not isinstance(config, DistAttnConfig):
-        raise InputError(f"dist_attn_config={config!r} must be a DistAttnConfig; leave it out for the default")
+    check_config(config)
+    is_same_source = flag("is_same_source", is_same_source)
     if is_same_source and mask.total_q != mask.total_k:
         raise InputError(
             f"total_seqlen_q={mask.total_q} and total_seqlen_k={mask.total_k} must be equal when is_same_source=True; "
@@ -209,60 +208,10 @@ def checked_identity(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         config=config,
-        is_same_source=bool(is_same_source),
-        is_q_permutable=bool(is_q_permutable),
-        is_k_permutable=bool(is_k_permutable),
+        is_same_source=is_same_source,
+        is_q_permutable=flag("is_q_permutable", is_q_permutable),
+        is_k_permutable=flag("is_k_permutable", is_k_permutable),
     )
-
-
-def check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v: int | None) -> tuple[int, int, int, int | None]:
-    """The four as plain ints.
-
-    Raises:
-        InputError: not positive ints, or num_heads_q is no multiple of num_heads_kv.
-    """
-    limit = MAX_TOKENS
-    heads_q, heads_kv = count("num_heads_q", num_heads_q, 1, limit), count("num_heads_kv", num_heads_kv, 1, limit)
-    if heads_q % heads_kv:
-        raise InputError(
-            f"num_heads_q={heads_q} must be a multiple of num_heads_kv={heads_kv} (every key head serves the same number of query heads); "
-            "repeat key heads or change the counts"
-        )
-    return (
-        heads_q,
-        heads_kv,
-        count("head_dim", head_dim, 1, limit),
-        None if head_dim_v is None else count("head_dim_v", head_dim_v, 1, limit),
-    )
-
-
-def with_chunk_size(config: DistAttnConfig, chunk_size: int | None) -> DistAttnConfig:
-    """The config with the chunk_size argument of a key function filled in.
-
-    Raises:
-        InputError: the config already asks for another one.
-    """
-    if chunk_size is None:
-        return config
-    wanted = count("chunk_size", chunk_size, 1, MAX_TOKENS)
-    configured = config.dispatch_config.chunk_size
-    if configured not in (None, wanted):
-        raise InputError(f"chunk_size={wanted} differs from dist_attn_config.dispatch_config.chunk_size={configured}; pass it once")
-    return dataclasses.replace(config, dispatch_config=dataclasses.replace(config.dispatch_config, chunk_size=wanted))
-
-
-def check_pad_size(pad_size: int) -> None:
-    """Warn about a pad_size that is not 0: no length needs padding.
-
-    Raises:
-        InputError: not an int of at least 0.
-    """
-    if count("pad_size", pad_size, 0, MAX_TOKENS):
-        warnings.warn(
-            f"pad_size={pad_size} is ignored: any length works without padding; pass 0 (uneven_shard=False pads by itself)",
-            DeprecationWarning,
-            stacklevel=4,
-        )
 
 
 @contextlib.contextmanager

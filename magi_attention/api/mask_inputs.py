@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from magi_attention.api.key_cache import BoundedCache
+from magi_attention.arguments import int_array
 from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask, AttnMaskType
-from magi_attention.mask.inputs import int_array
 from magi_attention.mask.typed_ranges import type_array
 
 _MAX_MASKS = 64
@@ -60,7 +60,7 @@ def mask_from_ranges(q_ranges: Any, k_ranges: Any, mask_types: Any, total_q: int
         q, k = int_array("q_ranges", q_ranges, columns=2), int_array("k_ranges", k_ranges, columns=2)
         if len(q) != len(k):
             raise InputError(f"q_ranges has {len(q)} ranges and k_ranges {len(k)}; they are pairs, pass as many of each")
-        types = type_array(types_name, AttnMaskType.from_int_type(mask_types) if isinstance(mask_types, int) else mask_types, len(q))
+        types = type_array(types_name, mask_types, len(q))
         name = ("ranges", q.tobytes(), k.tobytes(), types.tobytes(), total_q, total_k)
         return _by_bytes.get_or_make(name, lambda: AttnMask.from_ranges(q, k, types, total_q, total_k))
 

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 
 from magi_attention.api.keys import DistAttnKey, check_living_key
+from magi_attention.arguments import flag
 from magi_attention.errors import InputError
 from magi_attention.runtime import loss, tokens
 from magi_attention.runtime import roll as rolling
-from magi_attention.runtime.rows import TokenOwners
+from magi_attention.runtime.rows import TokenOwners, require_device
 
 
 def _owners(key: DistAttnKey, role: str) -> TokenOwners:
     check_living_key(key)
-    if role not in ("q", "k"):
+    if not isinstance(role, str) or role not in ("q", "k"):
         raise InputError(f'role={role!r} must be "q" (query tokens) or "k" (key and value tokens, when is_same_source=False)')
     return key.owners_q if role == "q" else key.owners_k
 
@@ -85,6 +86,7 @@ def roll(
         CommError: the exchange failed or timed out.
     """
     owners = _owners(key, "q")
+    within_documents = flag("within_documents", within_documents)
     if cu_seqlens is not None and not within_documents:
         raise InputError("cu_seqlens is given but within_documents=False; pass within_documents=True, or leave cu_seqlens out")
     documents = _documents(key, cu_seqlens) if within_documents else None
@@ -124,7 +126,8 @@ def get_position_ids(
     owners = _owners(key, "q")
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in key.group.backends.values() else torch.device("cpu")
-    if within_documents:
+    device = require_device("device", device)
+    if flag("within_documents", within_documents):
         return tokens.document_position_ids(owners, _documents(key, cu_seqlens), device)
     return tokens.position_ids(owners, device)
 

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from magi_attention.arguments import count, integer, one_of, shown
 from magi_attention.errors import InputError
 from magi_attention.mask import AttnMaskType, AttnRange, AttnRanges
-
-
-def _require_count(name: str, value: int, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise InputError(f"{name}={value!r} must be an int of at least {minimum}; pass a token count")
+from magi_attention.mask.slices import MAX_TOKENS
+from magi_attention.runtime.rows import require_device, require_fill, require_tensor
 
 
 def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
@@ -31,13 +29,13 @@ def compute_pad_size(total_seqlen_q: int, cp_size: int, chunk_size: int) -> int:
     Raises:
         InputError: an argument is not an int in its range.
     """
-    _require_count("total_seqlen_q", total_seqlen_q, 0)
-    _require_count("cp_size", cp_size, 1)
-    _require_count("chunk_size", chunk_size, 1)
-    return -total_seqlen_q % (cp_size * chunk_size)
+    total = count("total_seqlen_q", total_seqlen_q, 0, MAX_TOKENS)
+    return -total % (count("cp_size", cp_size, 1, MAX_TOKENS) * count("chunk_size", chunk_size, 1, MAX_TOKENS))
 
 
 def _valid_dim(x: torch.Tensor, dim: int) -> int:
+    require_tensor("x", x, "of any shape")
+    dim = integer("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise InputError(f"dim={dim} must be in [{-x.dim()}, {x.dim() - 1}] for x of shape {tuple(x.shape)}; pass an existing dim")
     return dim % x.dim()
@@ -53,14 +51,14 @@ def pad_at_dim(x: torch.Tensor, dim: int, pad_size: int, value: float = 0.0, sid
         InputError: unknown dim or side, or a negative pad_size.
     """
     dim = _valid_dim(x, dim)
-    _require_count("pad_size", pad_size, 0)
-    if side not in ("left", "right"):
-        raise InputError(f'side={side!r} must be "left" or "right"')
+    pad_size = count("pad_size", pad_size, 0, MAX_TOKENS)
+    one_of("side", side, ("left", "right"))
+    fill = require_fill("value", value, x.dtype)
     if pad_size == 0:
         return x
     shape = list(x.shape)
     shape[dim] = pad_size
-    padding = torch.full(shape, value, dtype=x.dtype, device=x.device)
+    padding = torch.full(shape, fill, dtype=x.dtype, device=x.device)
     return torch.cat([x, padding] if side == "right" else [padding, x], dim=dim)
 
 
@@ -71,7 +69,7 @@ def unpad_at_dim(x: torch.Tensor, dim: int, pad_size: int) -> torch.Tensor:
         InputError: unknown dim, or pad_size outside [0, x.size(dim)].
     """
     dim = _valid_dim(x, dim)
-    _require_count("pad_size", pad_size, 0)
+    pad_size = count("pad_size", pad_size, 0, MAX_TOKENS)
     if pad_size > x.size(dim):
         raise InputError(f"pad_size={pad_size} must be at most x.size({dim})={x.size(dim)}; pass the size that was added")
     return x.narrow(dim, 0, x.size(dim) - pad_size)
@@ -83,6 +81,7 @@ def squash_batch_dim(x: torch.Tensor) -> torch.Tensor:
     Raises:
         InputError: x has fewer than two dims.
     """
+    require_tensor("x", x, "[batch, tokens, ...]")
     if x.dim() < 2:
         raise InputError(f"x has shape {tuple(x.shape)}; it must be [batch, tokens, ...]; packed tensors need no squash")
     return x.flatten(0, 1)
@@ -104,11 +103,11 @@ def infer_varlen_mask_from_batch(
     Raises:
         InputError: a negative count, or a total beyond 32-bit token ids.
     """
-    _require_count("batch_size", batch_size, 0)
-    _require_count("seq_len", seq_len, 0)
+    batch_size, seq_len = count("batch_size", batch_size, 0, MAX_TOKENS), count("seq_len", seq_len, 0, MAX_TOKENS)
     if batch_size * seq_len >= 2**31:
         raise InputError(f"batch_size * seq_len = {batch_size * seq_len} must fit 32-bit token ids; split the batch")
-    cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int64, device=device).mul_(seq_len).to(torch.int32)
+    place = None if device is None else require_device("device", device)
+    cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int64, device=place).mul_(seq_len).to(torch.int32)
     return cu_seqlens, cu_seqlens.clone()
 
 
@@ -123,10 +122,10 @@ def apply_padding(
     Raises:
         InputError: a negative total_seqlen or pad_size.
     """
-    _require_count("total_seqlen", total_seqlen, 0)
-    _require_count("pad_size", pad_size, 0)
-    padded_q = AttnRanges.from_ranges(q_ranges.to_naive_ranges())
-    padded_k = AttnRanges.from_ranges(k_ranges.to_naive_ranges())
-    padded_q.append(AttnRange(total_seqlen, total_seqlen + pad_size))
+    start = count("total_seqlen", total_seqlen, 0, MAX_TOKENS)
+    padded_q, padded_k = AttnRanges.from_ranges(q_ranges), AttnRanges.from_ranges(k_ranges)
+    padded_q.append(AttnRange(start, start + count("pad_size", pad_size, 0, MAX_TOKENS)))
     padded_k.append(AttnRange(0, 0))
+    if not isinstance(attn_mask_type, Sequence) or isinstance(attn_mask_type, (str, bytes)):
+        raise InputError(f"attn_mask_type={shown(attn_mask_type)} must be a list of AttnMaskType, one per range")
     return padded_q, padded_k, [*attn_mask_type, AttnMaskType.FULL]

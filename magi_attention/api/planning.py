@@ -9,28 +9,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from magi_attention.api.key_arguments import check_config, check_heads, check_pad_size, with_chunk_size
 from magi_attention.api.key_cache import cache_of, clear_all
 from magi_attention.api.keys import (
     DistAttnKey,
     KeyIdentity,
     announce_refusal,
-    check_heads,
     check_key,
-    check_pad_size,
     checked_identity,
     dispatch_digest,
     make_key,
     most_recent_key,
-    with_chunk_size,
 )
 from magi_attention.api.mask_inputs import clear_masks, mask_from_ranges
 from magi_attention.api.moving import dispatch
 from magi_attention.api.single_plans import clear_plans
+from magi_attention.arguments import count, int_array
 from magi_attention.comm import comm_group
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask, AttnRanges, builders
-from magi_attention.mask.inputs import count, int_array
 from magi_attention.mask.slices import MAX_TOKENS
 from magi_attention.runtime.single import clear_prepared
 
@@ -206,6 +204,7 @@ def _identity_after(
     new = check_heads(*(value if given is None else given for given, value in zip(heads, kept, strict=True)))  # type: ignore[arg-type]
     new_config = old.config
     if config is not None:
+        check_config(config)
         new_config = dataclasses.replace(config, dispatch_config=old.config.dispatch_config)
     return dataclasses.replace(
         old,

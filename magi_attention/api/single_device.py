@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from magi_attention.api.single_plans import AttnPlan, PlanOrSlices, plan_of_ranges, plan_of_table, prepare_attention
+from magi_attention.arguments import count, flag
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask
-from magi_attention.mask.inputs import count
 from magi_attention.mask.slices import MAX_TOKENS
 from magi_attention.runtime.attention import dist_attention
-from magi_attention.runtime.single import single_device_attention
+from magi_attention.runtime.rows import require_tensor
+from magi_attention.runtime.single import check_tensors, single_device_attention
 
 
 def flex_flash_attn_func(
@@ -118,7 +119,7 @@ def flex_flash_attn_func(
         sink_layout=sink_layout,
         softmax_scale=softmax_scale,
         softcap=softcap,
-        deterministic=deterministic,
+        deterministic=flag("deterministic", deterministic),
         return_max_logits=return_max_logits,
     )
     given = {"q_ranges": q_ranges, "index_attn_indices": index_attn_indices, "mask": mask, "plan": plan}
@@ -149,8 +150,7 @@ def _warn_ignored(names: list[str]) -> None:
 def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """What must hold before the mask can be read; the runtime checks the rest before it computes."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise InputError(f"{name} is a {type(tensor).__name__}; it must be a tensor [tokens, heads, head_dim]")
+        require_tensor(name, tensor, "[tokens, heads, head_dim]")
         if tensor.dim() != 3:
             raise InputError(
                 f"{name} has shape {tuple(tensor.shape)}; it must be [tokens, heads, head_dim] without a batch dimension; "
@@ -186,7 +186,7 @@ def _attend(
         out, lse, max_logits = single_device_attention(q, k, v, slices, sink=sink, **options)
     else:
         assert isinstance(plan, AttnPlan)
-        out, lse, max_logits = dist_attention(q, k, v, plan.rank_plan, None, _config(bool(deterministic)), sink=sink, **options)
+        out, lse, max_logits = dist_attention(q, k, v, plan.rank_plan, None, _config(deterministic), sink=sink, **options)
     return out, AttnForwardMeta(lse, max_logits)
 
 
@@ -200,6 +200,8 @@ def _index_attention(
     call: Any,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     """One table for all heads, or one per key head, each with its own mask."""
+    if isinstance(table, torch.Tensor):
+        require_tensor("index_attn_indices", table, "[num_q_blocks, topk]")
     q_block_size, k_block_size = (count(f"{side}_block_size", size, 1, MAX_TOKENS) for side, size in zip("qk", block_sizes, strict=True))
     total_q, total_k, num_heads_kv = q.shape[0], k.shape[0], k.shape[1]
 
@@ -210,6 +212,7 @@ def _index_attention(
         return call(q, k, v, plan_of_table(table, None, sizes), sink)  # type: ignore[no-any-return]
     if num_heads_kv == 0 or q.shape[1] % num_heads_kv:
         raise InputError(f"num_heads_q={q.shape[1]} is not a multiple of num_heads_kv={num_heads_kv}; repeat or drop heads")
+    check_tensors(q, k, v, sink=sink, sink_layout=call.keywords["sink_layout"])  # whole, before they are cut by heads
     plans = [plan_of_table(table, head, sizes) for head in range(num_heads_kv)]  # all masks before any compute
     group_size = q.shape[1] // num_heads_kv
     outs, metas = [], []

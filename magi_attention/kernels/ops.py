@@ -9,8 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from magi_attention.arguments import flag
 from magi_attention.kernels.attention import attention_backward, attention_forward, compute_dtype, prepare, softmax_delta
-from magi_attention.kernels.select import choose, describe
+from magi_attention.kernels.select import check_scale, choose, describe
 from magi_attention.kernels.sink import sink_backward, sink_lse
 
 _OPTIONS = "Tensor slices, Tensor? sink, str sink_layout, float softmax_scale, float softcap"
@@ -185,9 +186,9 @@ def single_device_attention(
     records = slices if isinstance(slices, Tensor) else torch.from_numpy(np.array(slices, dtype=np.int32).reshape(-1, 6))
     if not torch.compiler.is_compiling():
         prepare(_records(records), q.shape[0], k.shape[0])  # refuses ranges outside the tensors before anything runs
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    out, lse, max_logits = flex_attention_op(q, k, v, records, sink, sink_layout, scale, float(softcap), return_max_logits, backend)
-    return out, lse, max_logits if return_max_logits else None
+    scale, wants_max_logits = check_scale(softmax_scale, q.shape[-1]), flag("return_max_logits", return_max_logits)
+    out, lse, max_logits = flex_attention_op(q, k, v, records, sink, sink_layout, scale, float(softcap), wants_max_logits, backend)
+    return out, lse, max_logits if wants_max_logits else None
 
 
 def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

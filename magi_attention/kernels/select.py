@@ -11,12 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magi_attention.arguments import number, one_of
 from magi_attention.config import KERNEL_BACKENDS
 from magi_attention.env import logger
 from magi_attention.errors import InputError, UnsupportedError
 from magi_attention.kernels.sink import check_sink
+from magi_attention.kernels.tensors import require_tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_SOFTCAP_RULE = "must be 0 (off) or in [1e-6, 1e30]"
 COMPILED_KERNELS: tuple[str, ...] = ()  # names of the compiled CUDA kernels of this build
 
 
@@ -52,6 +55,8 @@ def describe(
             raise InputError(f"{name}: on {x.device}, but q is on {q.device}; move them to one device")
         if x.dtype != q.dtype:
             raise InputError(f"{name}: dtype {x.dtype}, but q has {q.dtype}; cast all three to one dtype, e.g. {name}.to({q.dtype})")
+    if q.device.type == "meta":
+        raise InputError("q: on the meta device, where tensors have no numbers; move q, k and v to cpu or cuda")
     if k.shape[0] != v.shape[0]:
         raise InputError(f"v: {v.shape[0]} rows, but k has {k.shape[0]}; keys and values come in pairs, pass the same tokens in both")
     if k.shape[1] != v.shape[1]:
@@ -61,8 +66,7 @@ def describe(
     check_heads(q.shape[1], k.shape[1])
     if min(q.shape[2], v.shape[2]) < 1:
         raise InputError(f"head_dim={q.shape[2]}, head_dim_v={v.shape[2]}: both must be at least 1")
-    if softcap < 0:
-        raise InputError(f"softcap={softcap} must be 0 (off) or above")
+    softcap = check_softcap(softcap)
     check_sink(sink, sink_layout, q.shape[0], q.shape[1])
     if sink is not None and sink.device != q.device:
         raise InputError(f"sink: on {sink.device}, but q is on {q.device}; move them to one device")
@@ -70,6 +74,7 @@ def describe(
 
 
 def _check_layout(name: str, x: Tensor) -> None:
+    require_tensor(name, x, "[tokens, heads, head_dim]")
     if x.ndim == 4:
         raise InputError(
             f"{name}: shape {list(x.shape)} has 4 dimensions, must be [tokens, heads, head_dim]; "
@@ -80,6 +85,21 @@ def _check_layout(name: str, x: Tensor) -> None:
         raise InputError(f"{name}: shape {list(x.shape)} has {x.ndim} dimensions, must be [tokens, heads, head_dim]")
     if x.dtype not in DTYPES:
         raise InputError(f"{name}: dtype {x.dtype}, must be one of {', '.join(map(str, DTYPES))}; cast it")
+
+
+def check_softcap(softcap: float) -> float:
+    """Raises InputError unless softcap is 0 or a number that neither overflows nor vanishes in fp32 beside the scores."""
+    cap = number("softcap", softcap, _SOFTCAP_RULE, low=0.0, high=1e30)
+    if 0 < cap < 1e-6:
+        raise InputError(f"softcap={cap} {_SOFTCAP_RULE}")
+    return cap
+
+
+def check_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The factor on q.k, head_dim ** -0.5 when None. Raises InputError unless it is a number that fp32 can hold."""
+    if softmax_scale is None:
+        return float(head_dim**-0.5)
+    return number("softmax_scale", softmax_scale, "must be a finite number, or None for head_dim ** -0.5", low=-1e30, high=1e30)
 
 
 def check_heads(num_heads_q: int, num_heads_kv: int) -> None:
@@ -119,8 +139,7 @@ def choose(desc: AttentionDesc, backend: str = "auto") -> str:
         InputError: an unknown name.
         UnsupportedError: nothing takes the problem; the text has every reason of every backend that was asked.
     """
-    if backend not in KERNEL_BACKENDS:
-        raise InputError(f"backend={backend!r} must be one of {', '.join(KERNEL_BACKENDS)}")
+    one_of("backend", backend, KERNEL_BACKENDS)
     against: dict[str, list[str]] = {}
     if backend in ("auto", "ffa"):
         against["ffa"] = reasons_against_ffa(desc)

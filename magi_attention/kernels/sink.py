@@ -5,18 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from magi_attention.arguments import one_of
 from magi_attention.errors import InputError
+from magi_attention.kernels.tensors import require_tensor
 
 SINK_LAYOUTS = ("sh", "ssh")
 
 
 def check_sink(sink: Tensor | None, sink_layout: str, total_q: int, num_heads_q: int) -> None:
     """Raises InputError unless sink is None, "sh" [num_sink, num_heads_q] or "ssh" [total_q, num_sink, num_heads_q], floating."""
-    if sink_layout not in SINK_LAYOUTS:
-        raise InputError(f"sink_layout={sink_layout!r} must be one of {', '.join(SINK_LAYOUTS)}")
+    one_of("sink_layout", sink_layout, SINK_LAYOUTS)
     if sink is None:
         return
     expected = f"[num_sink, {num_heads_q}]" if sink_layout == "sh" else f"[{total_q}, num_sink, {num_heads_q}]"
+    require_tensor("sink", sink, expected)
     leading_fits = sink_layout == "sh" or (sink.ndim == 3 and sink.shape[0] == total_q)
     if sink.ndim != len(sink_layout) or sink.shape[-1] != num_heads_q or not leading_fits:
         raise InputError(f"sink: shape {list(sink.shape)} given, sink_layout={sink_layout!r} needs {expected}")

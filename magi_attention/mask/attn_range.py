@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from magi_attention.arguments import flag, integer, shown
 from magi_attention.errors import InputError
 
 NaiveRange: TypeAlias = tuple[int, int]
@@ -28,18 +28,15 @@ class AttnRange:
 
     def __post_init__(self) -> None:
         for name in ("start", "end"):
-            value = getattr(self, name)
-            try:
-                object.__setattr__(self, name, operator.index(value))
-            except TypeError:
-                raise InputError(f"AttnRange {name}={value!r} must be an int; token ids have no fractions") from None
+            rule = "must be an int; token ids have no fractions"
+            object.__setattr__(self, name, integer(f"AttnRange {name}", getattr(self, name), rule))
 
     @classmethod
     def from_range(cls, attn_range: AttnRange | Sequence[int], check: bool = False) -> AttnRange:
         """From another range or a (start, end) pair; `check` refuses an invalid one."""
         start, end = (attn_range.start, attn_range.end) if isinstance(attn_range, AttnRange) else _pair(attn_range)
         made = cls(start, end)
-        if check:
+        if flag("check", check):
             made.check_valid()
         return made
 
@@ -86,12 +83,13 @@ class AttnRange:
 
     def offset(self, offset: int) -> AttnRange:
         """Moved by `offset` tokens."""
+        offset = integer("offset", offset)
         return AttnRange(self.start + offset, self.end + offset)
 
     def truncate(self, start: int | None = None, end: int | None = None) -> AttnRange:
         """The part inside [start, end); None leaves that side. An empty part keeps a place inside the bounds."""
-        low = self.start if start is None else max(self.start, start)
-        high = self.end if end is None else min(self.end, end)
+        low = self.start if start is None else max(self.start, integer("start", start))
+        high = self.end if end is None else min(self.end, integer("end", end))
         return AttnRange(low, high) if low <= high else AttnRange(high, high)
 
     def intersect(self, other: AttnRange) -> AttnRange:
@@ -124,7 +122,9 @@ class AttnRange:
 
 def _pair(values: Sequence[int]) -> NaiveRange:
     try:
+        if isinstance(values, (str, bytes, set, frozenset, dict)):
+            raise TypeError("no order, or letters")
         start, end = values
-    except (TypeError, ValueError):
-        raise InputError(f"attn_range={values!r} must be a (start, end) pair of ints") from None
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"attn_range={shown(values)} must be a (start, end) pair of ints") from None
     return start, end

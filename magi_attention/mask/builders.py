@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from magi_attention.arguments import Int64Array, count, flag, int_array, shown
 from magi_attention.errors import InputError
 from magi_attention.mask.attn_range import AttnRange
-from magi_attention.mask.inputs import Int64Array, count, int_array, offsets
+from magi_attention.mask.inputs import offsets
 from magi_attention.mask.mask_type import AttnMaskType
 from magi_attention.mask.ranges import AttnRanges
 from magi_attention.mask.slices import MAX_TOKENS, UNBOUNDED, AttnMask
@@ -32,12 +34,14 @@ def window_bounds(window_size: Window | None, causal: bool = False) -> tuple[int
     Raises:
         InputError: not a pair, or a number below -1.
     """
-    sides = (None, None) if window_size is None else window_size
-    if isinstance(sides, str) or not hasattr(sides, "__len__") or len(sides) != 2:
-        raise InputError(f"window_size={window_size!r} must be a pair (left, right); None or -1 leaves a side unbounded")
+    sides: Any = (None, None) if window_size is None else window_size
+    if hasattr(sides, "dtype"):
+        sides = int_array("window_size", sides).tolist()
+    if not isinstance(sides, Sequence) or isinstance(sides, (str, bytes)) or len(sides) != 2:
+        raise InputError(f"window_size={shown(window_size)} must be a pair (left, right); None or -1 leaves a side unbounded")
     left, right = (UNBOUNDED if side is None else count(f"window_size[{idx}]", side, -1, UNBOUNDED) for idx, side in enumerate(sides))
     left, right = (UNBOUNDED if side == -1 else side for side in (left, right))
-    return left, min(right, 0) if causal else right
+    return left, min(right, 0) if flag("causal", causal) else right
 
 
 # ---- documents ----
@@ -78,7 +82,8 @@ def from_cu_seqlens(
 
 def sliding_window(total_q: int, total_k: int, window_size: Window | None, global_tokens: int = 0) -> AttnMask:
     """One document: `from_cu_seqlens` with a single entry. window_size=(None, 0) is causal, (None, None) full."""
-    return from_cu_seqlens([0, total_q], [0, total_k], window_size=window_size, global_tokens=global_tokens)
+    q, k = (count(name, total, 0, MAX_TOKENS) for name, total in (("total_q", total_q), ("total_k", total_k)))
+    return from_cu_seqlens([0, q], [0, k], window_size=window_size, global_tokens=global_tokens)
 
 
 def prefix_lm(cu_seqlens: Any, prefix_lengths: Any) -> AttnMask:
@@ -148,7 +153,9 @@ def shared_question(question_length: int, answer_lengths: Sequence[int]) -> Attn
     Raises:
         InputError: a negative length.
     """
-    return prefix_tree([question_length, *answer_lengths], [-1, *[0] * len(answer_lengths)])
+    question = count("question_length", question_length, 0, MAX_TOKENS)
+    answers = int_array("answer_lengths", answer_lengths).tolist()
+    return prefix_tree([question, *answers], [-1, *[0] * len(answers)])
 
 
 # ---- blocks ----
@@ -186,15 +193,25 @@ def block_map(is_visible: Any, total_q: int, total_k: int, q_block_size: int, k_
     Raises:
         InputError: no bool matrix, or another shape than the totals and block sizes give.
     """
-    visible = np.asarray(is_visible.detach().cpu().numpy() if hasattr(is_visible, "detach") else is_visible)
+    visible = _bool_matrix(is_visible)
     q_block_size, k_block_size = count("q_block_size", q_block_size, 1, MAX_TOKENS), count("k_block_size", k_block_size, 1, MAX_TOKENS)
     shape = (-(-count("total_q", total_q, 0, MAX_TOKENS) // q_block_size), -(-count("total_k", total_k, 0, MAX_TOKENS) // k_block_size))
-    if visible.size and visible.dtype != np.bool_:
-        raise InputError(f"is_visible has {visible.dtype} values; it must be bool; compare it with what you mean, e.g. is_visible > 0")
     if visible.shape != shape and (visible.size or 0 not in shape):
         raise InputError(f"is_visible has shape {list(visible.shape)}; total_q, total_k and the block sizes give {list(shape)} blocks")
     q_blocks, k_blocks = np.nonzero(visible.reshape(shape))
     return _blocks(np.column_stack([q_blocks, k_blocks]), total_q, total_k, (q_block_size, k_block_size), merge)
+
+
+def _bool_matrix(is_visible: Any) -> npt.NDArray[np.bool_]:
+    if hasattr(is_visible, "detach") and str(is_visible.dtype) != "torch.bool":
+        raise InputError(f"is_visible has {is_visible.dtype} values; it must be bool; compare it with what you mean, e.g. is_visible > 0")
+    try:
+        visible = np.asarray(is_visible.detach().cpu().numpy() if hasattr(is_visible, "detach") else is_visible)
+    except (TypeError, ValueError, RuntimeError) as fault:
+        raise InputError(f"is_visible={shown(is_visible)} is no bool matrix ({fault}); give every row the same length") from None
+    if visible.size and visible.dtype != np.bool_:
+        raise InputError(f"is_visible has {visible.dtype} values; it must be bool; compare it with what you mean, e.g. is_visible > 0")
+    return visible
 
 
 def block_list(blocks: Any, total_q: int, total_k: int, q_block_size: int, k_block_size: int, merge: bool = True) -> AttnMask:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from magi_attention.arguments import Int64Array, int_array, shown
 from magi_attention.errors import InputError
-from magi_attention.mask.inputs import Int64Array, int_array
 from magi_attention.mask.typed_ranges import UNBOUNDED, bands_from_types, type_array
 
 _FORM = '{"total_q": int, "total_k": int, "slices": [[q0, q1, k0, k1, type] or [q0, q1, k0, k1, lo or null, hi or null], ...]}'
@@ -33,9 +33,11 @@ def load(text: str | bytes) -> tuple[Int64Array, Any, Any]:
     Raises:
         InputError: no JSON, a missing name, or a slice of another form.
     """
+    if not isinstance(text, (str, bytes, bytearray)):
+        raise InputError(f"the mask is a {type(text).__name__}, not JSON text; expected {_FORM}")
     try:
         record = json.loads(text)
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise InputError(f"the mask is not JSON ({fault}); expected {_FORM}") from None
     if not isinstance(record, dict) or not {"total_q", "total_k", "slices"} <= record.keys() or not isinstance(record["slices"], list):
         raise InputError(f"the mask needs the names total_q, total_k and slices; expected {_FORM}")
@@ -48,9 +50,10 @@ def _band(idx: int, row: Any) -> list[Any]:
         lo, hi = row[4:]
         return [*row[:4], -UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi]
     if isinstance(row, list) and len(row) == 5:
-        ranges = int_array(f"slices[{idx}]", [row[:2], row[2:4]], columns=2)
-        if not 0 <= ranges.min() <= ranges.max() < UNBOUNDED:
-            raise InputError(f"slices[{idx}]={row} has a token id outside [0, 2^30)")
-        band: list[Any] = bands_from_types(ranges[:1], ranges[1:], type_array(f"slices[{idx}] type", row[4:], 1))[0].tolist()
+        ids = int_array(f"slices[{idx}]", row[:4])
+        if len(ids) != 4 or not 0 <= ids.min() <= ids.max() < UNBOUNDED:
+            raise InputError(f"slices[{idx}]={shown(row)} has a token id outside [0, 2^30); expected {_FORM}")
+        types = type_array(f"slices[{idx}] type", row[4:], 1)
+        band: list[Any] = bands_from_types(ids[None, :2], ids[None, 2:], types)[0].tolist()
         return band
-    raise InputError(f"slices[{idx}]={row!r} has neither 5 nor 6 entries; expected {_FORM}")
+    raise InputError(f"slices[{idx}]={shown(row)} has neither 5 nor 6 entries; expected {_FORM}")

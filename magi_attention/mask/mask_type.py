@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from magi_attention.arguments import integer, shown
 from magi_attention.errors import InputError
 
 
@@ -27,7 +28,7 @@ class AttnMaskType(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> AttnMaskType:
-        raise InputError(f"attn_mask_type={value!r} is unknown; pass one of {', '.join(kind.value for kind in cls)}")
+        raise InputError(f"attn_mask_type={shown(value)} is unknown; pass one of {', '.join(kind.value for kind in cls)}")
 
     @classmethod
     def from_int_type(cls, int_type: int) -> AttnMaskType:
@@ -36,10 +37,12 @@ class AttnMaskType(enum.Enum):
         Raises:
             InputError: another number.
         """
+        rule = "is unknown; pass 0 (full), 1 (causal), 2 (inv_causal) or 3 (bi_causal)"
+        number = integer("attn_type", int_type, rule)
         for kind in cls:
-            if kind.int_type == int_type:
+            if kind.int_type == number:
                 return kind
-        raise InputError(f"attn_type={int_type!r} is unknown; pass 0 (full), 1 (causal), 2 (inv_causal) or 3 (bi_causal)")
+        raise InputError(f"attn_type={number} {rule}")
 
     def to_int_type(self) -> int:
         """0 FULL, 1 CAUSAL, 2 INVCAUSAL, 3 BICAUSAL."""

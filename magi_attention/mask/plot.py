@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from magi_attention import _native
+from magi_attention.arguments import count
 from magi_attention.errors import UnsupportedError
-from magi_attention.mask.inputs import count
 
 MAX_GRID_LINES = 40  # up to this many tokens a side every cell is one token and gets its own frame
 
@@ -39,7 +39,7 @@ def plot_mask(
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
-    count("max_cells", max_cells, 1, 4096)
+    max_cells = count("max_cells", max_cells, 1, 4096)
     try:
         from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -12,11 +12,13 @@ from typing import Any, overload
 
 import numpy as np
 
+from magi_attention.arguments import Int64Array, count, flag, int_array, integer
 from magi_attention.errors import InputError
 from magi_attention.mask.attn_range import AttnRange, NaiveRange
-from magi_attention.mask.inputs import Int64Array, int_array, offsets
+from magi_attention.mask.inputs import offsets
 
 _MAX_TOKENS = (1 << 30) - 1
+_MAX_INDEX = (1 << 63) - 1
 
 
 class AttnRanges:
@@ -36,11 +38,11 @@ class AttnRanges:
         Raises:
             InputError: floats, another shape, or with `check` a range that is not 0 <= start <= end.
         """
-        if not isinstance(ranges, AttnRanges) and not hasattr(ranges, "dtype"):
-            ranges = [(r.start, r.end) if isinstance(r, AttnRange) else r for r in ranges]
+        if isinstance(ranges, Iterable) and not hasattr(ranges, "dtype") and not isinstance(ranges, (AttnRanges, str, bytes, dict, set)):
+            ranges = list(ranges)
         made = cls()
         made._bounds.frombytes(int_array("ranges", ranges, columns=2).tobytes())
-        if check:
+        if flag("check", check):
             made.check_valid()
         return made
 
@@ -55,7 +57,7 @@ class AttnRanges:
             InputError: offsets that do not start with 0, fall, or end elsewhere than at seq_len.
         """
         values = offsets("cu_seqlens", cu_seqlens, _MAX_TOKENS)
-        if seq_len is not None and values[-1] != seq_len:
+        if seq_len is not None and values[-1] != count("seq_len", seq_len, 0, _MAX_TOKENS):
             raise InputError(f"cu_seqlens ends with {int(values[-1])} but seq_len={seq_len}; the last offset must be the total")
         return cls.from_ranges(np.stack([values[:-1], values[1:]], axis=1))
 
@@ -63,9 +65,10 @@ class AttnRanges:
         self.insert(len(self), attn_range, check)
 
     def insert(self, idx: int, attn_range: AttnRange | NaiveRange, check: bool = False) -> None:
-        added = AttnRange.from_range(attn_range, check)
+        added = AttnRanges.from_ranges([AttnRange.from_range(attn_range, check)])
+        idx = integer("idx", idx)
         at = 2 * min(max(idx + len(self) if idx < 0 else idx, 0), len(self))
-        self._bounds[at:at] = array.array("q", (added.start, added.end))
+        self._bounds[at:at] = added._bounds
 
     def extend(self, attn_ranges: AttnRanges | Iterable[AttnRange], check: bool = False) -> None:
         self._bounds.extend(AttnRanges.from_ranges(attn_ranges, check)._bounds)
@@ -102,10 +105,13 @@ class AttnRanges:
         return AttnRange(self._bounds[2 * at], self._bounds[2 * at + 1])
 
     def __setitem__(self, idx: int, attn_range: AttnRange | NaiveRange) -> None:
-        new = AttnRange.from_range(attn_range)
+        new = AttnRanges.from_ranges([AttnRange.from_range(attn_range)])
         self[idx]  # raises IndexError
         at = 2 * (idx + len(self) if idx < 0 else idx)
-        self._bounds[at], self._bounds[at + 1] = new.start, new.end
+        self._bounds[at : at + 2] = new._bounds
+
+    def __copy__(self) -> AttnRanges:
+        return self.clone()  # a list of its own, as copy.copy of a list is
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AttnRanges) and self._bounds == other._bounds
@@ -146,6 +152,7 @@ class AttnRanges:
 
     def is_cu_seqlens(self, seqlen: int) -> bool:
         """The ranges tile [0, seqlen) in order."""
+        seqlen = integer("seqlen", seqlen)
         values = self.to_array()
         edges = np.concatenate([[0], values[:, 1]])
         return bool((edges[:-1] == values[:, 0]).all() and edges[-1] == seqlen and self.is_valid())
@@ -210,7 +217,12 @@ class AttnRanges:
 
     def offset(self, offset: int) -> AttnRanges:
         """A new list, every range moved by `offset` tokens."""
-        return AttnRanges.from_ranges(self.to_array() + offset)
+        offset = count("offset", offset, -_MAX_INDEX, _MAX_INDEX)
+        values = self.to_array()
+        moved = values + offset
+        if offset and ((moved > values) != (offset > 0)).any():
+            raise InputError(f"offset={offset} moves a range past 64 bits; token ids are below 2^30")
+        return AttnRanges.from_ranges(moved)
 
     def truncate(self, start: int | None = None, end: int | None = None) -> AttnRanges:
         """A new list with the part of each range inside [start, end); parts without tokens are dropped."""
@@ -251,15 +263,22 @@ class AttnRanges:
         Raises:
             InputError: they do not.
         """
-        if not self.is_cu_seqlens(seq_len):
+        if not self.is_cu_seqlens(integer("seq_len", seq_len)):
             raise InputError(f"{self} does not tile [0, {seq_len}) in order, so it has no cu_seqlens")
         return [0, *self._bounds[1::2]]
 
     def to_tensor(self, device: Any = "cpu") -> Any:
-        """int32 torch.Tensor [n, 2] on `device` (a torch.device or what makes one)."""
+        """int32 torch.Tensor [n, 2] on `device` (a torch.device or what makes one).
+
+        Raises:
+            InputError: a bound that does not fit 32 bits.
+        """
         import torch  # the one place that needs it, see the top of the file
 
-        return torch.from_numpy(self.to_array().astype(np.int32)).to(device)
+        values = self.to_array()
+        if values.size and (values.max() >= 1 << 31 or values.min() < -(1 << 31)):
+            raise InputError(f"{self} has a bound that does not fit 32 bits; token ids are below 2^30")
+        return torch.from_numpy(values.astype(np.int32)).to(device)
 
     def _nonempty_by_start(self) -> Int64Array:
         values = self.to_array()

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from magi_attention import _native
+from magi_attention.arguments import count, int_array
 from magi_attention.errors import InputError
 from magi_attention.mask import dense, json_format, plot
-from magi_attention.mask.inputs import Int64Array, check_ranges, count, int_array
+from magi_attention.mask.inputs import check_ranges
 from magi_attention.mask.mask_type import AttnMaskType
 from magi_attention.mask.ranges import AttnRanges
 from magi_attention.mask.typed_ranges import UNBOUNDED, bands_from_types, type_array, types_from_bands
@@ -80,7 +81,7 @@ class AttnMask:
         Raises:
             InputError: floats, negative, reversed or too long ranges, unknown types, unequal numbers, or a cell covered twice.
         """
-        q, k = _range_array("q_ranges", q_ranges), _range_array("k_ranges", k_ranges)
+        q, k = int_array("q_ranges", q_ranges, columns=2), int_array("k_ranges", k_ranges, columns=2)
         if len(q) != len(k):
             raise InputError(f"q_ranges has {len(q)} ranges but k_ranges has {len(k)}; entry i of one belongs to entry i of the other")
         types = type_array("attn_type_map", attn_type_map, len(q))
@@ -160,11 +161,12 @@ class AttnMask:
         Raises:
             InputError: a range reversed or outside the mask.
         """
-        check_ranges("crop (q)", int_array("crop", [[q_start, q_end]], columns=2), self.total_q, "total_q")
-        check_ranges("crop (k)", int_array("crop", [[k_start, k_end]], columns=2), self.total_k, "total_k")
-        box = np.array([q_start, q_end, k_start, k_end], np.int64)
-        kept = _native.run("crop", slices=self.slices, box=box)["slices"]
-        return AttnMask.from_slices(kept.reshape(-1, 6), q_end - q_start, k_end - k_start, check_overlap=False)
+        q = int_array("crop (q)", [[q_start, q_end]], columns=2)
+        k = int_array("crop (k)", [[k_start, k_end]], columns=2)
+        check_ranges("crop (q)", q, self.total_q, "total_q")
+        check_ranges("crop (k)", k, self.total_k, "total_k")
+        kept = _native.run("crop", slices=self.slices, box=np.concatenate([q[0], k[0]]))["slices"]
+        return AttnMask.from_slices(kept.reshape(-1, 6), int(np.diff(q)[0, 0]), int(np.diff(k)[0, 0]), check_overlap=False)
 
     def to_ranges(self) -> tuple[AttnRanges, AttnRanges, list[AttnMaskType]]:
         """The same cells in the four user-level types: (q_ranges, k_ranges, types), at most three entries per slice."""
@@ -191,9 +193,3 @@ class AttnMask:
 
 def _totals(total_q: Any, total_k: Any) -> tuple[int, int]:
     return count("total_q", total_q, 0, MAX_TOKENS), count("total_k", total_k, 0, MAX_TOKENS)
-
-
-def _range_array(name: str, ranges: Any) -> Int64Array:
-    if isinstance(ranges, (list, tuple)) and ranges and hasattr(ranges[0], "seqlen"):
-        ranges = AttnRanges.from_ranges(ranges)  # a plain list of AttnRange
-    return int_array(name, ranges, columns=2)

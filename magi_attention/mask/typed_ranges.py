@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from magi_attention.arguments import Int64Array, int_array, integer
 from magi_attention.errors import InputError
-from magi_attention.mask.inputs import Int64Array, int_array
 from magi_attention.mask.mask_type import AttnMaskType
 
 UNBOUNDED = 1 << 30  # a band bound of +-UNBOUNDED never binds; csrc/base/slice.h has the same number
+_UNKNOWN = "is unknown; pass 0 (full), 1 (causal), 2 (inv_causal) or 3 (bi_causal)"
 
 
 def type_array(name: str, types: Any, num_ranges: int) -> Int64Array:
@@ -31,7 +32,12 @@ def type_array(name: str, types: Any, num_ranges: int) -> Int64Array:
         return np.zeros(num_ranges, np.int64)
     if isinstance(types, (AttnMaskType, str)):
         return np.full(num_ranges, _type_number(name, types), np.int64)
-    if not hasattr(types, "dtype"):
+    if isinstance(types, (int, float, np.number)) or getattr(types, "ndim", None) == 0:
+        number = integer(name, types, _UNKNOWN)
+        if not 0 <= number <= 3:
+            raise InputError(f"{name}={number} {_UNKNOWN}")
+        return np.full(num_ranges, number, np.int64)
+    if isinstance(types, (list, tuple)):
         types = [kind.int_type if type(kind) is AttnMaskType else _type_number(name, kind) for kind in types]
     numbers = int_array(name, types)
     if len(numbers) != num_ranges:
@@ -39,7 +45,7 @@ def type_array(name: str, types: Any, num_ranges: int) -> Int64Array:
     is_wrong = (numbers < 0) | (numbers > 3)
     if is_wrong.any():
         idx = int(np.argmax(is_wrong))
-        raise InputError(f"{name}[{idx}]={int(numbers[idx])} is unknown; pass 0 (full), 1 (causal), 2 (inv_causal) or 3 (bi_causal)")
+        raise InputError(f"{name}[{idx}]={int(numbers[idx])} {_UNKNOWN}")
     return numbers
 
 

@@ -19,13 +19,15 @@ from typing import Any
 import torch
 
 from magi_attention import env
+from magi_attention.arguments import flag
 from magi_attention.comm import SINGLE, CommGroup, comm_group
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.kernels.attention import WorkList, attention_backward, attention_forward, compute_dtype, prepare, softmax_delta
 from magi_attention.kernels.ops import cast_for_autocast
-from magi_attention.kernels.select import choose, describe
+from magi_attention.kernels.select import check_scale, choose, describe
 from magi_attention.kernels.sink import sink_backward, sink_lse
+from magi_attention.kernels.tensors import require_tensor
 from magi_attention.plan.types import RankPlan, StepPlan
 from magi_attention.runtime import checks
 from magi_attention.runtime.collectives import all_reduce
@@ -96,20 +98,20 @@ def dist_attention(
         CommError: an exchange failed or timed out.
         FloatingPointError: in check mode, a NaN or infinity appeared in a result.
     """
-    q, k, v = cast_for_autocast(q, k, v)
+    q, k, v = cast_for_autocast(*(require_tensor(name, x, "[tokens, heads, head_dim]") for name, x in (("q", q), ("k", k), ("v", v))))
     config = config or DistAttnConfig()
     choose(describe(q, k, v, sink=sink, sink_layout=sink_layout, softcap=softcap), config.kernel_backend)
     checks.check_local_rows(q, k, plan)
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale, wants_max_logits = check_scale(softmax_scale, q.shape[2]), flag("return_max_logits", return_max_logits)
     rule = select_exchange_rule(config, _group_of(plan, group))
-    call = AttentionCall(plan, rule, config, sink_layout, scale, float(softcap), return_max_logits)
+    call = AttentionCall(plan, rule, config, sink_layout, scale, float(softcap), wants_max_logits)
     if env.check_enabled():
         checks.check_plan(plan)
         options = {
             "sink_layout": sink_layout,
             "softmax_scale": scale,
             "softcap": softcap,
-            "max logits": return_max_logits,
+            "max logits": wants_max_logits,
             "config": config,
         }
         checks.check_agreement(q, k, v, sink, plan, call.group, options)

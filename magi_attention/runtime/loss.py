@@ -8,7 +8,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from magi_attention.arguments import count as checked_count
 from magi_attention.errors import InputError
+from magi_attention.kernels.tensors import require_tensor
 from magi_attention.runtime.collectives import all_reduce
 from magi_attention.runtime.roll import roll
 from magi_attention.runtime.rows import TokenOwners
@@ -78,14 +80,17 @@ def reduce_loss(
         InputError: loss_sum is not a floating point scalar, or grad_reduction is unknown.
         CommError: a peer was lost.
     """
+    require_tensor("loss_sum", loss_sum, "of one floating point number")
     if loss_sum.numel() != 1 or not loss_sum.is_floating_point():
         raise InputError(
             f"loss_sum has shape {tuple(loss_sum.shape)} and dtype {loss_sum.dtype}; sum the token losses to one floating number"
         )
-    if grad_reduction not in GRAD_REDUCTIONS:
+    if not isinstance(grad_reduction, str) or grad_reduction not in GRAD_REDUCTIONS:
         raise InputError(f'grad_reduction={grad_reduction!r} must be "avg" or "sum": what the framework does to parameter gradients')
-    if isinstance(count, torch.Tensor) and count.numel() != 1:
-        raise InputError(f"count has shape {tuple(count.shape)}; it must be one number, e.g. (labels != -100).sum()")
+    if not isinstance(count, torch.Tensor):
+        count = checked_count("count", count, 0, 1 << 53)
+    elif require_tensor("count", count, "of one number").numel() != 1 or count.is_meta or count.is_complex():
+        raise InputError(f"count has shape {tuple(count.shape)}, {count.dtype}; it must be one number, e.g. (labels != -100).sum()")
     mean: torch.Tensor = _ReduceLoss.apply(loss_sum.reshape(()), count, group, grad_reduction)  # type: ignore[no-untyped-call]
     return mean
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
+from magi_attention.arguments import flag, integer
 from magi_attention.comm import group_cast
-from magi_attention.errors import InputError
 from magi_attention.plan.types import Exchange
-from magi_attention.runtime.rows import TokenOwners, require_tokens, rows_back, rows_first, sum_rows, uploaded
+from magi_attention.runtime.rows import TokenOwners, require_fill, require_tokens, rows_back, rows_first, sum_rows, uploaded
 from magi_attention.runtime.tokens import document_borders
 
 
@@ -46,16 +45,16 @@ def roll(
         The shape of `x_local`, contiguous. Padded rows (past num_tokens) hold 0.
 
     Raises:
-        InputError: `dim` does not count this rank's tokens, shift is not an int, or cu_seqlens is malformed.
+        InputError: `dim` does not count this rank's tokens, shift is not an int, x cannot hold fill_value, or cu_seqlens is malformed.
         CommError: the exchange failed or timed out.
     """
     dim = require_tokens(x_local, dim, owners.num_local_tokens, "x_local")
-    if isinstance(shift, bool) or not isinstance(shift, (int, np.integer)):
-        raise InputError(f"shift={shift!r} must be an int, in tokens")
+    shift = integer("shift", shift, "must be an int, in tokens")
+    fill = require_fill("fill_value", fill_value, x_local.dtype) if flag("within_documents", within_documents) else 0
     borders = tuple(document_borders(cu_seqlens, owners.num_tokens).tolist()) if within_documents else None
-    exchange, filled_rows = owners.routes.roll(int(shift), borders)
+    exchange, filled_rows = owners.routes.roll(shift, borders)
     filled = None if len(filled_rows) == owners.num_local_tokens else uploaded(exchange, "filled", lambda: filled_rows, x_local.device)
-    rolled: torch.Tensor = _Roll.apply(x_local, exchange, filled, owners, dim, fill_value if within_documents else 0)  # type: ignore[no-untyped-call]
+    rolled: torch.Tensor = _Roll.apply(x_local, exchange, filled, owners, dim, fill)  # type: ignore[no-untyped-call]
     return rolled
 
 

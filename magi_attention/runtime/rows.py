@@ -5,17 +5,20 @@ A tensor is brought to [rows, everything else] here and back again; below this f
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from magi_attention.arguments import integer, shown
 from magi_attention.comm import SINGLE, CommGroup, group_reduce
 from magi_attention.errors import InputError
+from magi_attention.kernels.tensors import require_tensor as require_tensor
 from magi_attention.plan.types import DispatchPlan, Exchange, Int64Array
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -77,12 +80,57 @@ class TokenOwners:
         return uploaded(dispatch, f"tokens of rank {rank}", lambda: dispatch.position_ids(rank), device)
 
 
+def require_fill(name: str, value: Any, dtype: torch.dtype) -> int | float | complex:
+    """A number that `dtype` can hold, as a plain Python number. Asked before anything is sent, on every rank alike.
+
+    Raises:
+        InputError: no number, a fraction or NaN for integers, or out of the dtype's range.
+    """
+    plain = _plain_number(value)
+    if plain is None or (isinstance(plain, complex) and not dtype.is_complex):
+        raise InputError(f"{name}={shown(value)} must be a number that {dtype} can hold")
+    if isinstance(plain, complex) or dtype.is_complex:
+        return plain
+    if dtype.is_floating_point:
+        is_fitting = abs(plain) <= torch.finfo(dtype).max or not math.isfinite(plain)
+    else:
+        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        is_fitting = low <= plain <= high and int(plain) == plain  # NaN fails the comparison
+    if not is_fitting:
+        raise InputError(f"{name}={shown(value)} does not fit {dtype}; pass a value that does, e.g. {name}=0")
+    return float(plain) if dtype.is_floating_point else int(plain)
+
+
+def require_device(name: str, device: Any) -> torch.device:
+    """A torch.device from what makes one.
+
+    Raises:
+        InputError: what makes none.
+    """
+    try:
+        return torch.device(device)
+    except (TypeError, ValueError, RuntimeError) as fault:
+        why = str(fault).splitlines()[0]
+        raise InputError(f"{name}={shown(device)} is no torch.device ({why}); pass e.g. 'cpu' or 'cuda:0'") from None
+
+
+def _plain_number(value: Any) -> int | float | complex | None:
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        try:
+            value = value.item()
+        except RuntimeError:  # a tensor without memory
+            return None
+    return value if isinstance(value, (int, float, complex)) else None
+
+
 def require_tokens(tensor: torch.Tensor, dim: int, num_tokens: int, name: str) -> int:
     """`dim` counted from the front, after checking that `tensor` has `num_tokens` entries along it.
 
     Raises:
         InputError: no such dimension, or another number of entries.
     """
+    require_tensor(name, tensor, f"with {num_tokens} tokens along a dimension")
+    dim = integer("dim", dim)
     if not -tensor.dim() <= dim < tensor.dim():
         raise InputError(f"dim={dim} is not a dimension of {name} with shape {tuple(tensor.shape)}; use 0 to {tensor.dim() - 1}")
     if tensor.shape[dim] != num_tokens:
@@ -105,6 +153,8 @@ def rows_back(rows: torch.Tensor, dim: int) -> torch.Tensor:
 
 def sum_rows(exchange: Exchange, rows: torch.Tensor, owners: TokenOwners, what: str) -> torch.Tensor:
     """The transpose of a cast: [num_rows_in, ...], the sum of what all ranks hold for each row, in rank order and fp32 (fp64)."""
+    if rows.is_complex():
+        return torch.view_as_complex(sum_rows(exchange, torch.view_as_real(rows), owners, what))
     sum_dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     total = torch.zeros((exchange.num_rows_in, *rows.shape[1:]), dtype=sum_dtype, device=rows.device)
     group_reduce(exchange, [rows], owners.group, into=[total], timeout_s=owners.timeout_s, what=what).wait()

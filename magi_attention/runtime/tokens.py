@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from magi_attention.arguments import flag, int_array
 from magi_attention.comm import gather_rows, scatter_reduce_rows
 from magi_attention.errors import InputError
-from magi_attention.runtime.rows import TokenOwners, require_tokens, rows_back, rows_first
+from magi_attention.runtime.rows import TokenOwners, require_fill, require_tensor, require_tokens, rows_back, rows_first
 
 
 def dispatch(x: torch.Tensor, owners: TokenOwners, *, dim: int = 0, pad_value: float = 0.0) -> torch.Tensor:
@@ -33,10 +34,11 @@ def dispatch(x: torch.Tensor, owners: TokenOwners, *, dim: int = 0, pad_value: f
         The shape of `x` with this rank's number of tokens along `dim`, contiguous.
 
     Raises:
-        InputError: `dim` does not count num_tokens.
+        InputError: `dim` does not count num_tokens, or x cannot hold pad_value.
     """
     dim = require_tokens(x, dim, owners.num_tokens, "x")
-    local: torch.Tensor = _Dispatch.apply(x, owners, dim, pad_value)  # type: ignore[no-untyped-call]
+    fill = require_fill("pad_value", pad_value, x.dtype)
+    local: torch.Tensor = _Dispatch.apply(x, owners, dim, fill)  # type: ignore[no-untyped-call]
     return local
 
 
@@ -59,6 +61,7 @@ def undispatch(x_local: torch.Tensor, owners: TokenOwners, *, dim: int = 0, is_p
         CommError: the exchange failed or timed out.
     """
     dim = require_tokens(x_local, dim, owners.num_local_tokens, "x_local")
+    is_partial_grad = flag("is_partial_grad", is_partial_grad)
     whole: torch.Tensor = _Undispatch.apply(x_local, owners, dim, is_partial_grad)  # type: ignore[no-untyped-call]
     return whole
 
@@ -85,11 +88,11 @@ class _Undispatch(torch.autograd.Function):
         owners, dim = ctx.owners, ctx.dim
         if not ctx.is_partial_grad:
             return _take_local(grad, owners, dim, 0.0), None, None, None
-        rows = rows_first(grad, dim)
+        rows = rows_first(torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad, dim)
         if owners.num_padded_tokens:
             rows = torch.cat([rows, rows.new_zeros((owners.num_padded_tokens, *rows.shape[1:]))])
         summed = scatter_reduce_rows(rows, owners.routes.dispatch, owners.group, timeout_s=owners.timeout_s, what="gradient of undispatch")
-        return rows_back(summed, dim), None, None, None
+        return rows_back(torch.view_as_complex(summed) if grad.is_complex() else summed, dim), None, None, None
 
 
 def _take_local(x: torch.Tensor, owners: TokenOwners, dim: int, pad_value: float) -> torch.Tensor:
@@ -144,7 +147,7 @@ def local_cu_seqlens(positions: npt.ArrayLike | torch.Tensor, cu_seqlens: npt.Ar
         positions: int [local tokens], global positions of the local rows (`position_ids`).
         cu_seqlens: int [num_documents + 1], global document borders.
     """
-    tokens = _int_vector(positions, "positions")
+    tokens = int_array("positions", positions)
     borders = document_borders(cu_seqlens, None)
     document = np.searchsorted(borders, tokens, side="right")
     is_first = (np.diff(tokens, prepend=-2) != 1) | (np.diff(document, prepend=-1) != 0)
@@ -161,8 +164,9 @@ def cu_seqlens_from_positions(positions: npt.ArrayLike | torch.Tensor) -> torch.
     Raises:
         InputError: a position is neither 0 nor one more than the one before it.
     """
-    array = positions.detach().cpu().numpy() if isinstance(positions, torch.Tensor) else np.asarray(positions)
-    flat = _int_vector(array.reshape(-1), "positions")
+    if isinstance(positions, torch.Tensor):
+        require_tensor("positions", positions, "[num_tokens] or [batch, tokens]")
+    flat = int_array("positions", positions.reshape(-1) if hasattr(positions, "reshape") else _flattened(positions))
     is_first = flat == 0
     bad = np.flatnonzero(~is_first & (np.diff(flat, prepend=-1) != 1))
     if len(bad):
@@ -181,7 +185,7 @@ def document_borders(cu_seqlens: npt.ArrayLike | torch.Tensor | None, num_tokens
     """
     if cu_seqlens is None:
         return np.array([0, num_tokens or 0], np.int64)[: 2 if num_tokens else 1]
-    borders = _int_vector(cu_seqlens, "cu_seqlens")
+    borders = int_array("cu_seqlens", cu_seqlens)
     if not len(borders) or borders[0] != 0 or (np.diff(borders) < 0).any():
         raise InputError(f"cu_seqlens={borders[:8].tolist()}... must start with 0 and never fall")
     if num_tokens is not None and borders[-1] > num_tokens:
@@ -189,8 +193,7 @@ def document_borders(cu_seqlens: npt.ArrayLike | torch.Tensor | None, num_tokens
     return np.unique(borders)
 
 
-def _int_vector(values: npt.ArrayLike | torch.Tensor, name: str) -> npt.NDArray[np.int64]:
-    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise InputError(f"{name} has shape {array.shape} and dtype {array.dtype}; it must be a vector of integers")
-    return array.astype(np.int64)
+def _flattened(positions: Any) -> Any:
+    """Rows of a list of lists one after another; anything else as it is."""
+    has_rows = isinstance(positions, (list, tuple)) and all(isinstance(row, (list, tuple)) for row in positions)
+    return [token for row in positions for token in row] if has_rows else positions

@@ -1,4 +1,5 @@
 // Dispatch operations: arrays in, arrays out.
+#include "bindings/flatten.h"
 #include "bindings/ops.h"
 #include "solver/chunk_area.h"
 #include "solver/dispatch.h"
@@ -57,11 +58,8 @@ void op_chunk_costs(const Arrays& inputs, Arrays& outputs) {
     const ChunkGrid grid{number_in(inputs, "total_tokens", 0, kMaxTokens), number_in(inputs, "chunk_size", 1, kMaxTokens)};
     outputs.set("areas", chunk_areas(inputs.view<Slice>("slices"), grid));
     ChunkNeeds needs = chunk_needs(inputs.view<Slice>("slices"), grid);
-    std::vector<int32_t> flat;
-    flat.reserve(needs.intervals.size() * 2);
-    for (const TokenInterval& need : needs.intervals) flat.insert(flat.end(), {need.start, need.end});
     outputs.set("first", std::move(needs.first));
-    outputs.set("needs", std::move(flat));
+    outputs.set("needs", flatten(needs.intervals));
 }
 
 }  // namespace magi

@@ -1,20 +1,11 @@
 // Mask operations: arrays in, arrays out. Marshals only; the solver decides.
 #include "base/slice.h"
+#include "bindings/flatten.h"
 #include "bindings/ops.h"
 #include "solver/grid_area.h"
 #include "solver/overlap.h"
 
 namespace magi {
-
-namespace {
-
-std::vector<int32_t> flatten(std::span<const Slice> slices) {
-    std::vector<int32_t> flat(slices.size() * 6);
-    if (!slices.empty()) std::memcpy(flat.data(), slices.data(), slices.size_bytes());
-    return flat;
-}
-
-}  // namespace
 
 // slices int32 [N, 6] -> slices int32 [M, 6]: tightened, without empty ones, order kept.
 void op_tighten(const Arrays& inputs, Arrays& outputs) {

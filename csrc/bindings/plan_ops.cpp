@@ -2,6 +2,7 @@
 #include <string>
 
 #include "base/slice.h"
+#include "bindings/flatten.h"
 #include "bindings/ops.h"
 
 #include "solver/exchange.h"
@@ -14,27 +15,6 @@
 namespace magi {
 
 namespace {
-
-std::vector<int32_t> flat(const std::vector<Slice>& slices) {
-    std::vector<int32_t> values;
-    values.reserve(slices.size() * 6);
-    for (const Slice& s : slices) values.insert(values.end(), {s.q_start, s.q_end, s.k_start, s.k_end, s.lo, s.hi});
-    return values;
-}
-
-std::vector<int32_t> flat(const std::vector<RowRun>& runs) {
-    std::vector<int32_t> values;
-    values.reserve(runs.size() * 3);
-    for (const RowRun& run : runs) values.insert(values.end(), {run.peer, run.first_row, run.rows});
-    return values;
-}
-
-std::vector<int32_t> flat(const Intervals& intervals) {
-    std::vector<int32_t> values;
-    values.reserve(intervals.size() * 2);
-    for (const Interval run : intervals) values.insert(values.end(), {run.start, run.end});
-    return values;
-}
 
 // "<side>_owner" int32 [num_chunks], "<side>_chunk_size", "<side>_total", "cp_size".
 Ownership read_ownership(const Arrays& inputs, const std::string& side) {
@@ -64,8 +44,8 @@ int32_t read_rank(const Arrays& inputs, const Ownership& keys) {
 }
 
 void set_exchange(Arrays& outputs, const std::string& prefix, const ExchangeRuns& exchange) {
-    outputs.set(prefix + "send", flat(exchange.send.runs()));
-    outputs.set(prefix + "recv", flat(exchange.recv.runs()));
+    outputs.set(prefix + "send", flatten(exchange.send.runs()));
+    outputs.set(prefix + "recv", flatten(exchange.recv.runs()));
     outputs.set(prefix + "rows", std::vector<int64_t>{exchange.num_rows_in, exchange.num_rows_out});
 }
 
@@ -74,8 +54,8 @@ void set_step_keys(Arrays& outputs, const std::string& prefix, std::span<const S
     const std::vector<Slice> local = build_local_slices(slices, queries, keys);
     int64_t pairs = 0;
     for (const Slice& s : local) pairs += area(s);
-    outputs.set(prefix + "k_runs", flat(keys.runs()));
-    outputs.set(prefix + "slices", flat(local));
+    outputs.set(prefix + "k_runs", flatten(keys.runs()));
+    outputs.set(prefix + "slices", flatten(local));
     outputs.set(prefix + "area", pairs);
 }
 
@@ -85,7 +65,7 @@ void set_step_keys(Arrays& outputs, const std::string& prefix, std::span<const S
 void op_work_list(const Arrays& inputs, Arrays& outputs) {
     WorkList list = build_work_list(inputs.view<Slice>("slices"), inputs.scalar("total_q"), inputs.scalar("tile_m"));
     outputs.set("tile_offsets", std::move(list.tile_offsets));
-    outputs.set("pieces", flat(list.pieces));
+    outputs.set("pieces", flatten(list.pieces));
 }
 
 // slices, q_* and k_* (read_ownership), the rule (read_rule), degrees int64 [K] -> areas, local_areas, recv_rows, send_rows int64 [R];
@@ -129,6 +109,8 @@ void op_plan_rank(const Arrays& inputs, Arrays& outputs) {
     const int32_t rank = read_rank(inputs, keys);
     const Needs needs = compute_needs(slices, queries, keys);
     const StepSplit split = split_steps(slices, queries, keys, needs, rule, inputs.view<int64_t>("degrees")).at(0);
+    std::vector<Intervals> nodes;
+    if (rule.num_nodes > 1) nodes = keys_entering_nodes(needs, keys, rule.num_nodes);
     const RowIndex& rows = queries.rows_of(rank);
     set_step_keys(outputs, "0_", slices, rows, keys.rows_of(rank));
     for (int32_t step = 0; step < split.degree(); ++step) {
@@ -137,8 +119,7 @@ void op_plan_rank(const Arrays& inputs, Arrays& outputs) {
         set_step_keys(outputs, prefix, slices, rows, remote);
         set_exchange(outputs, prefix, build_step_exchange(keys, needs, split, rank, step));
         if (rule.num_nodes == 1) continue;
-        const auto node_size = static_cast<int32_t>(keys.cp_size() / rule.num_nodes);
-        const TwoLevelExchange exchange = build_two_level_exchange(keys, needs, split, rank, step, node_size);
+        const TwoLevelExchange exchange = build_two_level_exchange(keys, needs, nodes, split, rank, step);
         set_exchange(outputs, prefix + "inter_", exchange.inter);
         set_exchange(outputs, prefix + "intra_", exchange.intra);
     }
@@ -166,7 +147,7 @@ void op_wanted_exchange(const Arrays& inputs, Arrays& outputs) {
 // cells in global tokens, one fragment per pair of runs. The inverse of building local slices, for checks.
 void op_globalize(const Arrays& inputs, Arrays& outputs) {
     const RowIndex queries(read_intervals(inputs, "q_runs")), keys(read_intervals(inputs, "k_runs"));
-    outputs.set("fragments", flat(globalize(inputs.view<Slice>("slices"), queries, keys)));
+    outputs.set("fragments", flatten(globalize(inputs.view<Slice>("slices"), queries, keys)));
 }
 
 // Per fragment, all its cells and those that the mask has: fragments, slices int32 [n, 6] -> cells, seen int64 [n].

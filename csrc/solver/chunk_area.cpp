@@ -29,39 +29,25 @@ std::vector<int64_t> chunk_areas(std::span<const Slice> slices, const ChunkGrid&
     return areas;
 }
 
-void merge_intervals(std::vector<TokenInterval>& intervals) {
-    const auto by_start = [](const TokenInterval& a, const TokenInterval& b) { return a.start < b.start; };
-    if (!std::is_sorted(intervals.begin(), intervals.end(), by_start)) std::sort(intervals.begin(), intervals.end(), by_start);
-    size_t kept = 0;
-    for (const TokenInterval& next : intervals) {
-        if (next.start >= next.end) continue;
-        if (kept > 0 && next.start <= intervals[kept - 1].end)
-            intervals[kept - 1].end = std::max(intervals[kept - 1].end, next.end);
-        else
-            intervals[kept++] = next;
-    }
-    intervals.resize(kept);
-}
-
 ChunkNeeds chunk_needs(std::span<const Slice> slices, const ChunkGrid& grid) {
     const int64_t num_chunks = grid.num_chunks();
     std::vector<int64_t> place(num_chunks + 1, 0);
     for_each_touch(slices, grid, [&](int64_t chunk, const Slice&) { ++place[chunk + 1]; });
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) place[chunk + 1] += place[chunk];
-    std::vector<TokenInterval> raw(place[num_chunks]);
+    Intervals raw(place[num_chunks]);
     std::vector<int64_t> cursor = place;
     // A tightened band part reaches every key column of its box, so one interval per touch is exact.
     for_each_touch(slices, grid, [&](int64_t chunk, Slice part) {
-        raw[cursor[chunk]++] = tighten(part) ? TokenInterval{part.k_start, part.k_end} : TokenInterval{};
+        raw[cursor[chunk]++] = tighten(part) ? Interval{part.k_start, part.k_end} : Interval{};
     });
 
     ChunkNeeds needs;
     needs.first.reserve(num_chunks + 1);
     needs.first.push_back(0);
-    std::vector<TokenInterval> own;
+    Intervals own;
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
         own.assign(raw.begin() + place[chunk], raw.begin() + place[chunk + 1]);
-        merge_intervals(own);
+        normalize(own);
         needs.intervals.insert(needs.intervals.end(), own.begin(), own.end());
         needs.first.push_back(static_cast<int64_t>(needs.intervals.size()));
     }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/slice.h"
+#include "solver/intervals.h"
 
 namespace magi {
 
@@ -22,18 +23,12 @@ struct ChunkGrid {
     int64_t tokens(int64_t chunk) const { return end(chunk) - start(chunk); }
 };
 
-// Half-open token ids.
-struct TokenInterval {
-    int32_t start = 0, end = 0;
-    friend bool operator==(const TokenInterval&, const TokenInterval&) = default;
-};
-
-// Keys each chunk sees: sorted disjoint intervals, those of chunk c at [first[c], first[c + 1]).
+// Keys each chunk sees: normalized intervals, those of chunk c at [first[c], first[c + 1]).
 struct ChunkNeeds {
     std::vector<int64_t> first;
-    std::vector<TokenInterval> intervals;
+    Intervals intervals;
 
-    std::span<const TokenInterval> of(int64_t chunk) const {
+    std::span<const Interval> of(int64_t chunk) const {
         return std::span(intervals).subspan(first[chunk], first[chunk + 1] - first[chunk]);
     }
 };
@@ -43,8 +38,5 @@ std::vector<int64_t> chunk_areas(std::span<const Slice> slices, const ChunkGrid&
 
 // Keys seen by each chunk; the same cost plus a sort inside each chunk.
 ChunkNeeds chunk_needs(std::span<const Slice> slices, const ChunkGrid& grid);
-
-// Sorts and joins touching or overlapping intervals in place.
-void merge_intervals(std::vector<TokenInterval>& intervals);
 
 }  // namespace magi

@@ -95,11 +95,11 @@ Owners topp_heap_owners(const DispatchDesc& desc, int64_t max_tokens, int64_t to
     const int64_t looked_at = std::clamp<int64_t>((desc.cp_size * top_p_ppm + 999999) / 1000000, 1, kMaxLookedAt);
     // One bit per rank and key chunk: does the rank need keys of it already?
     int64_t max_key = 0;
-    for (const TokenInterval& need : desc.needs->intervals) max_key = std::max<int64_t>(max_key, need.end);
+    for (const Interval need : desc.needs->intervals) max_key = std::max<int64_t>(max_key, need.end);
     const int64_t words = (max_key / desc.grid.chunk_size + 64) / 64;
     std::vector<uint64_t> needed(words * desc.cp_size, 0);
     const auto for_each_word = [&](int32_t chunk, auto visit) {
-        for (const TokenInterval& need : desc.needs->of(chunk)) {
+        for (const Interval need : desc.needs->of(chunk)) {
             const int64_t first = need.start / desc.grid.chunk_size, last = (need.end - 1) / desc.grid.chunk_size;
             for (int64_t word = first / 64; word <= last / 64; ++word) {
                 const uint64_t low = word == first / 64 ? ~uint64_t{0} << (first % 64) : ~uint64_t{0};

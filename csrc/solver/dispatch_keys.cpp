@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
+#include <set>
+#include <utility>
 
 #include "solver/dispatch.h"
 #include "solver/remote_rows.h"
@@ -18,13 +20,13 @@ struct Reader {
 };
 using Readers = std::array<Reader, kReaders>;
 
-std::vector<TokenInterval> needs_of_rank(const ChunkNeeds& needs, std::span<const int32_t> chunks) {
-    std::vector<TokenInterval> all;
+Intervals needs_of_rank(const ChunkNeeds& needs, std::span<const int32_t> chunks) {
+    Intervals all;
     for (const int32_t chunk : chunks) {
         const auto own = needs.of(chunk);
         all.insert(all.end(), own.begin(), own.end());
     }
-    merge_intervals(all);
+    normalize(all);
     return all;
 }
 
@@ -36,9 +38,9 @@ void insert_reader(Readers& readers, Reader next) {
 
 // rows_used(key chunk) of one rank, in ascending key chunks.
 template <class Visit>
-void for_each_used_chunk(std::span<const TokenInterval> needs, const ChunkGrid& grid, Visit visit) {
+void for_each_used_chunk(std::span<const Interval> needs, const ChunkGrid& grid, Visit visit) {
     int64_t chunk = -1, rows = 0;
-    for (const TokenInterval& need : needs) {
+    for (const Interval need : needs) {
         for (int64_t at = need.start / grid.chunk_size; at <= (need.end - 1) / grid.chunk_size; ++at) {
             if (at != chunk && rows > 0) {
                 visit(chunk, rows);
@@ -98,13 +100,14 @@ Owners solve_key_dispatch(const KeyDispatchRequest& request) {
     }
     if (local_by_use <= local_contiguous) return contiguous;
     // Keys that found no reader with room go to the ranks with the fewest tokens.
+    std::set<std::pair<int64_t, int32_t>> by_tokens;
+    for (int32_t rank = 0; rank < request.cp_size; ++rank)
+        if (chunks[rank] < max_chunks) by_tokens.emplace(tokens[rank], rank);
     for (int32_t chunk = 0; chunk < n; ++chunk) {
         if (owner[chunk] >= 0) continue;
-        int32_t lightest = -1;
-        for (int32_t rank = 0; rank < request.cp_size; ++rank) {
-            if (chunks[rank] < max_chunks && (lightest < 0 || tokens[rank] < tokens[lightest])) lightest = rank;
-        }
+        const int32_t lightest = by_tokens.extract(by_tokens.begin()).value().second;
         take(chunk, lightest);
+        if (chunks[lightest] < max_chunks) by_tokens.emplace(tokens[lightest], lightest);
     }
     return owner;
 }

@@ -32,16 +32,6 @@ struct ExchangeRuns {
     int32_t num_rows_in = 0, num_rows_out = 0;
 };
 
-// Calls visit(part, owned run) for the part of the interval in each owner's run, ascending.
-template <class Visit>
-void for_each_owned_part(Interval interval, const Ownership& keys, Visit visit) {
-    if (interval.start >= interval.end) return;
-    for (size_t idx = keys.run_at(interval.start); idx < keys.runs().size() && keys.runs()[idx].start < interval.end; ++idx) {
-        const OwnedRun& run = keys.runs()[idx];
-        visit(Interval{std::max(interval.start, run.start), std::min(interval.end, run.end)}, run);
-    }
-}
-
 // Calls visit(row, rows) for the rows of the local buffer whose tokens are in the interval, ascending.
 template <class Visit>
 void for_each_own_row_run(Interval interval, const RowIndex& own, Visit visit) {

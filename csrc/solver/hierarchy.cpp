@@ -7,20 +7,6 @@ namespace magi {
 
 namespace {
 
-// Tokens that the ranks of a node need in the step, without those the node owns.
-Intervals entering_node(const Ownership& keys, const Needs& needs, const StepSplit& split, int32_t node, int32_t step, int32_t node_size) {
-    Intervals wanted, owned;
-    for (int32_t rank = node * node_size; rank < (node + 1) * node_size; ++rank) {
-        const Intervals remote = clip(needs.remote[static_cast<size_t>(rank)].runs(), split.window(rank, step));
-        const Intervals& own = keys.rows_of(rank).runs();
-        wanted.insert(wanted.end(), remote.begin(), remote.end());
-        owned.insert(owned.end(), own.begin(), own.end());
-    }
-    normalize(wanted);
-    normalize(owned);
-    return subtract(wanted, owned);
-}
-
 // Where the tokens of each node's rank with our index lie in our relay buffer.
 struct Relay {
     std::vector<RowIndex> tokens;     // per node
@@ -48,16 +34,18 @@ Relay fill_relay(const Ownership& keys, const Intervals& entering, int32_t rank,
 
 }  // namespace
 
-TwoLevelExchange build_two_level_exchange(const Ownership& keys, const Needs& needs, const StepSplit& split, int32_t rank, int32_t step,
-                                          int32_t node_size) {
+TwoLevelExchange build_two_level_exchange(const Ownership& keys, const Needs& needs, const std::vector<Intervals>& nodes,
+                                          const StepSplit& split, int32_t rank, int32_t step) {
+    const int32_t node_size = keys.cp_size() / static_cast<int32_t>(nodes.size());
     TwoLevelExchange exchange;
     ExchangeRuns &inter = exchange.inter, &intra = exchange.intra;
     const RowIndex& own = keys.rows_of(rank);
     const int32_t our_node = rank / node_size, our_index = rank % node_size;
     inter.num_rows_in = own.num_rows();
     Relay relay;
-    for (int32_t node = 0; node < keys.cp_size() / node_size; ++node) {
-        const Intervals entering = entering_node(keys, needs, split, node, step, node_size);
+    for (int32_t node = 0; node < static_cast<int32_t>(nodes.size()); ++node) {
+        // All ranks of a node have the same window.
+        const Intervals entering = clip(nodes[static_cast<size_t>(node)], split.window(node * node_size, step));
         if (node == our_node) {
             relay = fill_relay(keys, entering, rank, node_size, inter);
             continue;

@@ -12,7 +12,8 @@ struct TwoLevelExchange {
     ExchangeRuns inter, intra;
 };
 
-TwoLevelExchange build_two_level_exchange(const Ownership& keys, const Needs& needs, const StepSplit& split, int32_t rank, int32_t step,
-                                          int32_t node_size);
+// nodes: keys_entering_nodes.
+TwoLevelExchange build_two_level_exchange(const Ownership& keys, const Needs& needs, const std::vector<Intervals>& nodes,
+                                          const StepSplit& split, int32_t rank, int32_t step);
 
 }  // namespace magi

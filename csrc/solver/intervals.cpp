@@ -6,7 +6,8 @@
 namespace magi {
 
 void normalize(Intervals& intervals) {
-    std::sort(intervals.begin(), intervals.end(), [](Interval a, Interval b) { return a.start < b.start; });
+    const auto by_start = [](Interval a, Interval b) { return a.start < b.start; };
+    if (!std::is_sorted(intervals.begin(), intervals.end(), by_start)) std::sort(intervals.begin(), intervals.end(), by_start);
     size_t kept = 0;
     for (const Interval interval : intervals) {
         if (interval.start >= interval.end) continue;

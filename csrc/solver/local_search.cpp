@@ -233,7 +233,7 @@ private:
     int64_t max_area_ = 0, max_tokens_ = 0, work_left_;
     std::vector<std::vector<int32_t>> chunks_;  // ascending ids of each rank
     std::vector<int64_t> rows_;                 // remote rows of each rank
-    std::vector<TokenInterval> scratch_;
+    Intervals scratch_;
 };
 
 }  // namespace

@@ -70,6 +70,24 @@ Needs compute_needs(std::span<const Slice> slices, const Ownership& queries, con
     return needs;
 }
 
+std::vector<Intervals> keys_entering_nodes(const Needs& needs, const Ownership& keys, int64_t num_nodes) {
+    const size_t node_size = needs.remote.size() / static_cast<size_t>(num_nodes);
+    std::vector<Intervals> nodes;
+    for (size_t first = 0; first < needs.remote.size(); first += node_size) {
+        Intervals wanted, owned;
+        for (size_t rank = first; rank < first + node_size; ++rank) {
+            const Intervals& remote = needs.remote[rank].runs();
+            const Intervals& own = keys.rows_of(static_cast<int32_t>(rank)).runs();
+            wanted.insert(wanted.end(), remote.begin(), remote.end());
+            owned.insert(owned.end(), own.begin(), own.end());
+        }
+        normalize(wanted);
+        normalize(owned);
+        nodes.push_back(subtract(wanted, owned));
+    }
+    return nodes;
+}
+
 std::vector<std::vector<int64_t>> remote_areas(std::span<const Slice> slices, const Ownership& queries, const Needs& needs,
                                                const std::vector<std::vector<int32_t>>& cuts) {
     std::vector<std::vector<int64_t>> areas(cuts.size());

@@ -34,6 +34,9 @@ void for_each_piece(std::span<const Slice> slices, const Ownership& queries, Vis
 // Slices must lie inside the tokens of both sides; throws InputError otherwise.
 Needs compute_needs(std::span<const Slice> slices, const Ownership& queries, const Ownership& keys);
 
+// Per node of consecutive ranks: the tokens that its ranks need and none of them owns.
+std::vector<Intervals> keys_entering_nodes(const Needs& needs, const Ownership& keys, int64_t num_nodes);
+
 // Remote area of each rank in consecutive token windows: cuts[rank] has ascending tokens, result[rank] one number per window
 // [cuts[w], cuts[w + 1]).
 std::vector<std::vector<int64_t>> remote_areas(std::span<const Slice> slices, const Ownership& queries, const Needs& needs,

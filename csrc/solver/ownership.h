@@ -2,6 +2,7 @@
 // Plain C++20; knows nothing of masks.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -36,5 +37,15 @@ private:
     std::vector<int32_t> run_of_chunk_;
     std::vector<RowIndex> rows_;
 };
+
+// Calls visit(part, owned run) for the part of the interval in each owner's run, ascending.
+template <class Visit>
+void for_each_owned_part(Interval interval, const Ownership& owners, Visit visit) {
+    if (interval.start >= interval.end) return;
+    for (size_t idx = owners.run_at(interval.start); idx < owners.runs().size() && owners.runs()[idx].start < interval.end; ++idx) {
+        const OwnedRun& run = owners.runs()[idx];
+        visit(Interval{std::max(interval.start, run.start), std::min(interval.end, run.end)}, run);
+    }
+}
 
 }  // namespace magi

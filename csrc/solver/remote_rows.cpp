@@ -6,15 +6,14 @@
 namespace magi {
 
 int64_t remote_rows_of_rank(const ChunkGrid& grid, const ChunkNeeds& needs, std::span<const int32_t> chunks, bool owns_keys,
-                            std::vector<TokenInterval>& scratch) {
+                            Intervals& scratch) {
     scratch.clear();
     for (const int32_t chunk : chunks) {
         const auto own = needs.of(chunk);
         scratch.insert(scratch.end(), own.begin(), own.end());
     }
-    merge_intervals(scratch);
-    int64_t rows = 0;
-    for (const TokenInterval& need : scratch) rows += need.end - need.start;
+    normalize(scratch);
+    int64_t rows = num_tokens(scratch);
     if (!owns_keys) return rows;
     size_t at = 0;
     for (const int32_t chunk : chunks) {
@@ -39,7 +38,7 @@ RankChunks chunks_by_rank(std::span<const int32_t> owner, int32_t cp_size) {
 
 int64_t remote_rows(const ChunkGrid& grid, const ChunkNeeds& needs, std::span<const int32_t> owner, int32_t cp_size, bool owns_keys) {
     const RankChunks by_rank = chunks_by_rank(owner, cp_size);
-    std::vector<TokenInterval> scratch;
+    Intervals scratch;
     int64_t rows = 0;
     for (int32_t rank = 0; rank < cp_size; ++rank) rows += remote_rows_of_rank(grid, needs, by_rank.of(rank), owns_keys, scratch);
     return rows;
@@ -59,7 +58,7 @@ std::vector<int64_t> outermost_reader(const ChunkNeeds& needs, const ChunkGrid& 
     };
     for (int64_t i = 0; i < n; ++i) {
         const int64_t chunk = is_last ? n - 1 - i : i;
-        for (const TokenInterval& need : needs.of(chunk)) {
+        for (const Interval need : needs.of(chunk)) {
             const int64_t last = (need.end - 1) / grid.chunk_size;
             for (int64_t at = next_unmarked(need.start / grid.chunk_size); at <= last; at = next_unmarked(at)) {
                 reader[at] = chunk;
@@ -75,7 +74,7 @@ std::vector<int64_t> outermost_reader(const ChunkNeeds& needs, const ChunkGrid& 
 std::vector<int64_t> border_rows(const ChunkGrid& grid, const ChunkNeeds& needs, bool owns_keys) {
     const int64_t n = grid.num_chunks();
     int64_t max_key = 0;
-    for (const TokenInterval& need : needs.intervals) max_key = std::max<int64_t>(max_key, need.end);
+    for (const Interval need : needs.intervals) max_key = std::max<int64_t>(max_key, need.end);
     const int64_t num_key_chunks = (max_key + grid.chunk_size - 1) / grid.chunk_size;
     const std::vector<int64_t> last = outermost_reader(needs, grid, num_key_chunks, true);
     const std::vector<int64_t> first = outermost_reader(needs, grid, num_key_chunks, false);

@@ -12,7 +12,7 @@ namespace magi {
 // Rows of one rank that owns the given ascending chunks: keys it needs, without those in its own chunks when owns_keys.
 // `scratch` is reused memory.
 int64_t remote_rows_of_rank(const ChunkGrid& grid, const ChunkNeeds& needs, std::span<const int32_t> chunks, bool owns_keys,
-                            std::vector<TokenInterval>& scratch);
+                            Intervals& scratch);
 
 // Sum over all ranks.
 int64_t remote_rows(const ChunkGrid& grid, const ChunkNeeds& needs, std::span<const int32_t> owner, int32_t cp_size, bool owns_keys);

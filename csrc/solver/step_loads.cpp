@@ -35,24 +35,6 @@ void fill_areas(std::span<const Slice> slices, const Ownership& queries, const N
     }
 }
 
-// Keys that enter each node, and those of them in the step's window.
-std::vector<Intervals> node_remotes(const Ownership& keys, const Needs& needs, int32_t node_size) {
-    std::vector<Intervals> nodes;
-    for (size_t first = 0; first < needs.remote.size(); first += static_cast<size_t>(node_size)) {
-        Intervals wanted, owned;
-        for (size_t rank = first; rank < first + static_cast<size_t>(node_size); ++rank) {
-            const Intervals& remote = needs.remote[rank].runs();
-            const Intervals& own = keys.rows_of(static_cast<int32_t>(rank)).runs();
-            wanted.insert(wanted.end(), remote.begin(), remote.end());
-            owned.insert(owned.end(), own.begin(), own.end());
-        }
-        normalize(wanted);
-        normalize(owned);
-        nodes.push_back(subtract(wanted, owned));
-    }
-    return nodes;
-}
-
 void add_node_rows(const Ownership& keys, const std::vector<Intervals>& nodes, const StepSplit& split, int32_t step, StepLoads& loads) {
     const int32_t node_size = keys.cp_size() / static_cast<int32_t>(nodes.size());
     std::vector<Intervals> inside;
@@ -61,11 +43,9 @@ void add_node_rows(const Ownership& keys, const std::vector<Intervals>& nodes, c
         const auto first_rank = static_cast<int32_t>(node) * node_size;
         inside.push_back(clip(nodes[node], split.window(first_rank, step)));
         for (const Interval run : inside.back()) {
-            for (size_t idx = keys.run_at(run.start); idx < keys.runs().size() && keys.runs()[idx].start < run.end; ++idx) {
-                const OwnedRun& owned = keys.runs()[idx];
-                entered[static_cast<size_t>(first_rank + owned.owner % node_size)] +=
-                    std::min(run.end, owned.end) - std::max(run.start, owned.start);
-            }
+            for_each_owned_part(run, keys, [&](Interval rows, const OwnedRun& owned) {
+                entered[static_cast<size_t>(first_rank + owned.owner % node_size)] += rows.end - rows.start;
+            });
         }
     }
     loads.node_recv_rows.insert(loads.node_recv_rows.end(), entered.begin(), entered.end());
@@ -107,7 +87,7 @@ std::vector<StepLoads> measure_steps(std::span<const Slice> slices, const Owners
     std::vector<StepLoads> loads(splits.size());
     fill_areas(slices, queries, needs, splits, loads);
     std::vector<Intervals> nodes;
-    if (num_nodes > 1) nodes = node_remotes(keys, needs, keys.cp_size() / static_cast<int32_t>(num_nodes));
+    if (num_nodes > 1) nodes = keys_entering_nodes(needs, keys, num_nodes);
     for (size_t idx = 0; idx < splits.size(); ++idx) {
         for (int32_t step = 0; step < splits[idx].degree(); ++step) {
             std::vector<Intervals> wanted;

@@ -9,6 +9,8 @@ namespace {
 
 // More pieces than this average out by themselves, and the pass must stay cheap on a thousand ranks.
 constexpr size_t kMaxPieces = 1 << 15;
+// Rows asked of one owner are counted up to here, four times all tokens there can be: sums of products then fit 63 bits.
+constexpr int64_t kMaxAsked = int64_t{1} << 32;
 
 struct OwnerRows {
     int32_t part = 0, owner = 0;
@@ -28,11 +30,9 @@ void collect(const RowIndex& wanted, const std::vector<int32_t>& cuts, const Own
     for (int32_t part = 0; part < parts_of(cuts); ++part) {
         const Interval window{cuts[static_cast<size_t>(part)], cuts[static_cast<size_t>(part) + 1]};
         for (const Interval run : clip(wanted.runs(), window)) {
-            for (size_t idx = keys.run_at(run.start); idx < keys.runs().size() && keys.runs()[idx].start < run.end; ++idx) {
-                const OwnedRun& owned = keys.runs()[idx];
-                pieces.push_back({part, owned.owner, std::min(run.end, owned.end) - std::max(run.start, owned.start)});
-                if (pieces.size() > kMaxPieces) return;
-            }
+            for_each_owned_part(
+                run, keys, [&](Interval rows, const OwnedRun& owned) { pieces.push_back({part, owned.owner, rows.end - rows.start}); });
+            if (pieces.size() > kMaxPieces) return;
         }
     }
 }
@@ -76,7 +76,10 @@ std::vector<int32_t> choose_first_parts(std::span<const RowIndex> wanted, const 
                 first[group] = begin;
             }
         }
-        for (const OwnerRows& piece : ours) asked[slot(piece, first[group])] += piece.rows;
+        for (const OwnerRows& piece : ours) {
+            int64_t& rows = asked[slot(piece, first[group])];
+            rows = std::min(rows + piece.rows, kMaxAsked);
+        }
     }
     return first;
 }

@@ -26,7 +26,7 @@ void check_against_cells(const std::vector<Slice>& slices, int32_t total_q, int3
         CHECK_EQUAL(areas[chunk], cells);
         std::set<int64_t> listed;
         int64_t previous_end = -1;
-        for (const TokenInterval& need : needs.of(chunk)) {
+        for (const Interval need : needs.of(chunk)) {
             CHECK(need.start > previous_end && need.start < need.end);
             previous_end = need.end;
             for (int64_t j = need.start; j < need.end; ++j) listed.insert(j);

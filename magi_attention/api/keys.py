@@ -25,7 +25,7 @@ from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask
 from magi_attention.plan.build import plan_attention
 from magi_attention.plan.check import check_own_plan
-from magi_attention.plan.routes import token_routes
+from magi_attention.plan.routes import TokenRoutes
 from magi_attention.plan.types import DispatchPlan, RankPlan
 from magi_attention.runtime.rows import TokenOwners
 
@@ -158,7 +158,7 @@ class DistAttnKey:
         return self.owners_q if self.identity.is_same_source else self._owners(self.plan.dispatch_k, self.total_seqlen_k)
 
     def _owners(self, dispatch: DispatchPlan, num_tokens: int) -> TokenOwners:
-        return TokenOwners(token_routes(dispatch, self.cp_rank, num_tokens), self.group, self.config.grpcoll_config.timeout_s)
+        return TokenOwners(TokenRoutes(dispatch, self.cp_rank, num_tokens), self.group, self.config.grpcoll_config.timeout_s)
 
     def __copy__(self) -> DistAttnKey:
         return self

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import TypeVar
 
 import numpy as np
 
@@ -14,11 +14,11 @@ from magi_attention.plan.types import DispatchPlan, Exchange, Int32Array, Int64A
 
 _MAX_ROUTES = 64
 
-_Route = TypeVar("_Route")
+Route = tuple[Exchange, Int64Array]
 
 
 class TokenRoutes:
-    """Exchanges over one dispatch as one rank sees them, each built at first use and kept in a bounded cache.
+    """Exchanges over one dispatch as one rank sees them, each built at first use and kept, boundedly, for as long as the dispatch lives.
 
     Attributes:
         dispatch: the owners of all tokens.
@@ -31,10 +31,10 @@ class TokenRoutes:
         self.cp_rank = cp_rank
         self.num_tokens = dispatch.total_tokens if num_tokens is None else num_tokens
         assert 0 <= self.num_tokens <= dispatch.total_tokens, f"num_tokens={num_tokens} of {dispatch.total_tokens}"
-        self._kept: OrderedDict[Hashable, object] = OrderedDict()
-        self._lock = threading.Lock()  # backward may run on another thread
+        with _lock:
+            self._kept = _kept.setdefault(dispatch, _KeptRoutes())
 
-    def roll(self, shift: int, borders: tuple[int, ...] | None = None) -> tuple[Exchange, Int64Array]:
+    def roll(self, shift: int, borders: tuple[int, ...] | None = None) -> Route:
         """The rows of y[i] = x[i - shift] that have a source, in row order, and the local rows they fill, ascending.
 
         Args:
@@ -43,9 +43,9 @@ class TokenRoutes:
         """
         period = max(1, self.num_tokens)
         steps = shift % period if borders is None else max(-period, min(period, shift))
-        return self._cached(("roll", steps, borders), lambda: self._roll(steps, borders))
+        return self._kept.get_or_build((self.cp_rank, self.num_tokens, steps, borders), lambda: self._roll(steps, borders))
 
-    def _roll(self, shift: int, borders: tuple[int, ...] | None) -> tuple[Exchange, Int64Array]:
+    def _roll(self, shift: int, borders: tuple[int, ...] | None) -> Route:
         if borders is None:
             cuts = np.array([0, shift, self.num_tokens], np.int64)  # targets [0, shift) wrap around, [shift, num_tokens) do not
             targets = np.stack([cuts[:-1], cuts[1:]], axis=1)
@@ -63,27 +63,26 @@ class TokenRoutes:
         filled = np.arange(int(num_rows.sum()), dtype=np.int64) + np.repeat(first_rows - (ends - num_rows), num_rows)
         return exchange, filled
 
-    def _cached(self, name: Hashable, build: Callable[[], _Route]) -> _Route:
+
+class _KeptRoutes:
+    """Routes of one dispatch. Holds no dispatch: a cycle with it would keep plans, and what devices hold of them, until a collection."""
+
+    def __init__(self) -> None:
+        self._routes: OrderedDict[Hashable, Route] = OrderedDict()
+        self._lock = threading.Lock()  # backward may run on another thread
+
+    def get_or_build(self, name: Hashable, build: Callable[[], Route]) -> Route:
         with self._lock:
-            if name not in self._kept:
-                self._kept[name] = build()
-                if len(self._kept) > _MAX_ROUTES:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(name)
-            return self._kept[name]  # type: ignore[return-value]
+            if name not in self._routes:
+                self._routes[name] = build()
+                if len(self._routes) > _MAX_ROUTES:
+                    self._routes.popitem(last=False)
+            self._routes.move_to_end(name)
+            return self._routes[name]
 
 
-def token_routes(dispatch: DispatchPlan, cp_rank: int, num_tokens: int | None = None) -> TokenRoutes:
-    """The routes of a dispatch: one object, kept beside the record's own cached properties, so it lives exactly as long."""
-    with _routes_lock:
-        of_dispatch: dict[tuple[int, int | None], TokenRoutes] = vars(dispatch).setdefault("_token_routes", {})
-        name = (cp_rank, num_tokens)
-        if name not in of_dispatch:
-            of_dispatch[name] = TokenRoutes(dispatch, cp_rank, num_tokens)
-        return of_dispatch[name]
-
-
-_routes_lock = threading.Lock()
+_kept: weakref.WeakKeyDictionary[DispatchPlan, _KeptRoutes] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def _clip_targets(runs: Int32Array, targets: Int64Array, sources: Int64Array) -> tuple[Int32Array, Int64Array, Int64Array]:

@@ -18,7 +18,7 @@ from magi_attention.config import DispatchAlg, DispatchConfig, DistAttnConfig, M
 from magi_attention.kernels.reference import attention_reference, dense_attention
 from magi_attention.mask.slices import UNBOUNDED, AttnMask
 from magi_attention.plan.build import plan_attention
-from magi_attention.plan.routes import token_routes
+from magi_attention.plan.routes import TokenRoutes
 from magi_attention.plan.types import DispatchPlan, RankPlan
 from magi_attention.runtime.attention import dist_attention
 from magi_attention.runtime.rows import TokenOwners
@@ -124,7 +124,7 @@ class Problem:
 def owners_of(dispatch: DispatchPlan, rank: int, num_tokens: int | None = None, group: Any = None) -> TokenOwners:
     """Owners over `group`, by default all ranks of the call."""
     found = SINGLE if dispatch.cp_size == 1 else comm_group(group)
-    return TokenOwners(token_routes(dispatch, rank, num_tokens), found, timeout_s=60.0)
+    return TokenOwners(TokenRoutes(dispatch, rank, num_tokens), found, timeout_s=60.0)
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from magi_attention.errors import InputError
-from magi_attention.plan.routes import token_routes
+from magi_attention.plan.routes import TokenRoutes
 from magi_attention.plan.types import DispatchPlan, frozen_array
 from magi_attention.runtime.roll import roll
 from magi_attention.runtime.rows import TokenOwners
@@ -189,14 +191,29 @@ def test_roll_routes_are_kept_and_bounded() -> None:
     for shift in range(100):
         roll(x, -shift, owners, within_documents=True)
     assert owners.routes.roll(3) is not first
-    assert owners_of(owners.routes.dispatch, 0).routes is owners.routes
+    assert owners_of(owners.routes.dispatch, 0).routes.roll(3) is owners.routes.roll(3)  # kept by dispatch, not by who asks
+
+
+def test_a_dispatch_goes_with_its_last_user() -> None:
+    """Without a collection: what devices hold of a dispatch and its exchanges goes at once."""
+    owners = owners_of(spread(300, 4, 1, 0), 0)
+    x = torch.arange(300.0, requires_grad=True)
+    (roll(dispatch(x, owners), 3, owners).sum() + undispatch(x, owners).sum()).backward()
+    watches = [weakref.ref(owners.routes.dispatch), weakref.ref(owners.routes.roll(3)[0])]
+    gc.collect()
+    gc.disable()
+    try:
+        del owners, x
+        assert [watch() for watch in watches] == [None, None]
+    finally:
+        gc.enable()
 
 
 # ---- positions: no messages, so every rank is looked at from here ----
 
 
 def every_rank(plan: DispatchPlan) -> list[TokenOwners]:
-    return [TokenOwners(token_routes(plan, rank)) for rank in range(plan.cp_size)]
+    return [TokenOwners(TokenRoutes(plan, rank)) for rank in range(plan.cp_size)]
 
 
 def test_positions() -> None:

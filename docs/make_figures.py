@@ -38,6 +38,7 @@ DOCUMENTS = [0, 190, 230, 900, 1010, 1024]
 
 def _canvas(columns: int, rows: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(width, height), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)  # type: ignore[union-attr,call-arg]
     FigureCanvasAgg(figure)
     return figure, list(np.ravel(figure.subplots(rows, columns)))
 
@@ -46,6 +47,8 @@ def _draw(axes: Axes, cells: npt.NDArray[np.bool_], title: str, grid: bool = Tru
     axes.imshow(cells, cmap=VISIBLE, vmin=0, vmax=1, interpolation="nearest", extent=(0, cells.shape[1], cells.shape[0], 0))
     axes.set_title(title, fontsize=10)
     axes.tick_params(labelsize=7)
+    axes.set_xlabel("key", fontsize=8)
+    axes.set_ylabel("query", fontsize=8)
     if grid:
         axes.xaxis.remove_overlapping_locs = axes.yaxis.remove_overlapping_locs = False  # a line also where a number stands
         axes.set_xticks(range(cells.shape[1] + 1), minor=True)
@@ -67,20 +70,20 @@ def example_masks() -> dict[str, AttnMask]:
 
 
 def draw_masks(path: Path) -> None:
-    figure, axes = _canvas(3, 2, 9.0, 6.4)
+    figure, axes = _canvas(3, 2, 9.6, 7.0)
     for place, (name, mask) in zip(axes, example_masks().items(), strict=True):
-        _draw(place, mask.to_dense(), f"{name}\n{len(mask.slices)} slices, {mask.area()} pairs")
+        _draw(place, mask.to_dense(), f"{name}\n{len(mask.slices)} slices, {mask.area()} visible pairs")
     figure.savefig(path, dpi=90)
 
 
 def draw_types(path: Path) -> None:
     """The four user-level types where the key range is longer, and where the query range is longer."""
-    figure, axes = _canvas(4, 2, 9.0, 4.6)
+    figure, axes = _canvas(4, 2, 9.6, 5.6)
     names = ("full", "causal", "inv_causal", "bi_causal")
     for row, (num_q, num_k) in enumerate(((5, 8), (8, 5))):
         for kind, name in enumerate(names):
             mask = AttnMask.from_ranges([[0, num_q]], [[0, num_k]], [kind], num_q, num_k)
-            _draw(axes[4 * row + kind], mask.to_dense(), f"{name}, {num_q} x {num_k}: {mask.area()}")
+            _draw(axes[4 * row + kind], mask.to_dense(), f"{name}, {num_q} x {num_k}\n{mask.area()} visible pairs")
     figure.savefig(path, dpi=90)
 
 
@@ -108,7 +111,7 @@ def draw_steps(path: Path) -> None:
         what = "its own keys" if step.exchange is None else "keys received"
         _draw(place, local.to_dense(), f"step {idx}: {what}\n{step.num_keys} rows, {len(step.slices)} slices", grid=False)
         place.set_xlabel("row of the key buffer", fontsize=8)
-    axes[0].set_ylabel("row of the query buffer", fontsize=8)
+        place.set_ylabel("row of the query buffer", fontsize=8)
     figure.savefig(path, dpi=90)
 
 

@@ -34,9 +34,11 @@ def default_folder() -> Path:
 
 
 def text_files(folder: Path) -> list[Path]:
-    """Text files under `folder` in a fixed order, third-party packages left out."""
+    """`folder` itself when it is a file, else the text files under it in a fixed order, third-party packages left out."""
+    if folder.is_file():
+        return [folder]
     if not folder.is_dir():
-        raise SystemExit(f"--data {folder}: no such folder; give one that holds text files ({', '.join(TEXT_SUFFIXES)})")
+        raise SystemExit(f"--data {folder}: no such file or folder; give a text file, or a folder of them ({', '.join(TEXT_SUFFIXES)})")
     found = sorted(p for p in folder.rglob("*") if p.suffix in TEXT_SUFFIXES and "site-packages" not in p.parts and p.is_file())
     if not found:
         raise SystemExit(f"--data {folder}: no text file below it; looked for {', '.join(TEXT_SUFFIXES)}")

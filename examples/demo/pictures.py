@@ -36,6 +36,7 @@ def traffic(plans: list[RankPlan]) -> np.ndarray:
 def plot_losses(folders: tuple[Path, Path], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -43,6 +44,7 @@ def plot_losses(folders: tuple[Path, Path], path: Path) -> None:
     many, one = (losses(folder) for folder in folders)
     axes.plot(one, "o-", label="one rank", markersize=8, color="tab:orange")
     axes.plot(many, "x--", label="many ranks", color="tab:blue")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per byte)")
     axes.set_title("training loss")
@@ -51,14 +53,16 @@ def plot_losses(folders: tuple[Path, Path], path: Path) -> None:
 
 
 def draw_all(pack: Pack, config: ModelConfig, num_ranks: int, window: int, record_folders: tuple[Path, Path], out: Path) -> list[Path]:
-    """Writes every picture of the demo for its first sequence and returns their paths."""
+    """Writes every picture of the demo for one of its sequences and returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     names = ("mask_documents", "mask_window", "owners", "work_per_rank", "traffic", "loss")
     paths = {name: out / f"{name}.png" for name in names}
     causal = from_cu_seqlens(pack.cu_seqlens, pack.cu_seqlens, causal=True)
     windowed = from_cu_seqlens(pack.cu_seqlens, pack.cu_seqlens, causal=True, window_size=(window - 1, 0))
-    causal.plot(paths["mask_documents"])
-    windowed.plot(paths["mask_window"])
+    num_documents = len(pack.cu_seqlens) - 1
+    what = f"{num_documents} document{'' if num_documents == 1 else 's'} of one sequence, causal"
+    causal.plot(paths["mask_documents"], title=what)
+    windowed.plot(paths["mask_window"], title=f"{what}, window of {window:,} keys")
     plans = rank_plans(causal, num_ranks, config, DistAttnConfig())
     plain_config = DistAttnConfig(dispatch_config=DispatchConfig(alg=ContiguousDispatchAlg()))
     plain = rank_plans(causal, num_ranks, config, plain_config)

@@ -46,7 +46,7 @@ class StepRecord:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=default_folder(), help="folder of text files; default: Python's standard library")
+    parser.add_argument("--data", type=Path, default=default_folder(), help="text file or folder; default: Python's standard library")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=16_384)
     parser.add_argument("--window", type=int, default=1_024, help="keys a row of a window layer sees, itself included")

@@ -6,13 +6,18 @@ matplotlib is an optional dependency (`pip install magi-attention[plot]`), which
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from magi_attention import _native
 from magi_attention.arguments import count
-from magi_attention.errors import UnsupportedError
+from magi_attention.errors import InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from matplotlib.backend_bases import FigureCanvasBase
 
 MAX_GRID_LINES = 40  # up to this many tokens a side every cell is one token and gets its own frame
 
@@ -31,12 +36,24 @@ def visible_share(slices: npt.NDArray[np.int32], q_edges: npt.NDArray[np.int32],
     return share
 
 
+def require_picture_ending(path: str | os.PathLike[str], canvas: FigureCanvasBase) -> None:
+    """The file name ends like a picture that the canvas writes.
+
+    Raises:
+        InputError: it does not, or has no ending.
+    """
+    ending = Path(path).suffix
+    if ending.lower().lstrip(".") not in canvas.get_supported_filetypes():
+        raise InputError(f"path={os.fspath(path)!r} ends with {ending or 'no'!r}; the ending chooses the format: .png, .svg or .pdf")
+
+
 def plot_mask(
     path: str | os.PathLike[str], slices: npt.NDArray[np.int32], total_q: int, total_k: int, max_cells: int, title: str | None
 ) -> None:
     """Write the picture; the format follows the file name's ending.
 
     Raises:
+        InputError: max_cells is out of range, or the file name does not end like a picture.
         UnsupportedError: matplotlib is not installed.
     """
     max_cells = count("max_cells", max_cells, 1, 4096)
@@ -51,7 +68,7 @@ def plot_mask(
     q_edges, k_edges = grid_edges(total_q, max_cells), grid_edges(total_k, max_cells)
     share = visible_share(slices, q_edges, k_edges) if total_q and total_k else np.zeros((1, 1))
     figure = Figure(figsize=(6.4, 5.6), layout="compressed")
-    FigureCanvasAgg(figure)  # a canvas of its own: no window system, no global pyplot state
+    require_picture_ending(path, FigureCanvasAgg(figure))  # a canvas of its own: no window system, no global pyplot state
     axes = figure.add_subplot()
     # Whole cells, also where the last one is short; the limits then cut the picture at the mask's edge.
     extent = (0, share.shape[1] * int(k_edges[:2][-1] or 1), share.shape[0] * int(q_edges[:2][-1] or 1), 0)

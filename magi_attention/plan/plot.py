@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from magi_attention.mask.plot import require_picture_ending
 from magi_attention.plan.types import DispatchPlan, Int64Array
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _MAX_LABELLED_RANKS = 16
 _DPI = 130
 
 
-def _figure(width: float, height: float) -> Figure:
+def _figure(path: str | Path, width: float, height: float) -> Figure:
     # Built without pyplot: no global state, no display, safe in any thread.
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -28,7 +29,7 @@ def _figure(width: float, height: float) -> Figure:
     except ImportError as error:
         raise ImportError("pictures need matplotlib; install it with: pip install 'magi-attention[plot]'") from error
     figure = NewFigure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    require_picture_ending(path, FigureCanvasAgg(figure))
     return figure
 
 
@@ -51,9 +52,12 @@ def draw_owners(axes: Axes, dispatch: DispatchPlan, title: str) -> None:
     axes.set_xlim(0, max(1, dispatch.total_tokens))
     axes.set_ylim(dispatch.cp_size - 0.4, -0.6)
     axes.set_yticks(_rank_ticks(dispatch.cp_size))
+    axes.locator_params(axis="x", integer=True)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("global token")
     axes.set_ylabel("rank")
-    axes.set_title(f"{title} (chunks of {dispatch.chunk_size} tokens)")
+    plural = "" if dispatch.chunk_size == 1 else "s"
+    axes.set_title(f"{title} (chunks of {dispatch.chunk_size:,} token{plural})")
 
 
 def draw_per_rank(axes: Axes, values: dict[str, npt.NDArray[np.float64]], label: str, title: str) -> None:
@@ -69,44 +73,55 @@ def draw_per_rank(axes: Axes, values: dict[str, npt.NDArray[np.float64]], label:
         else:
             axes.plot(ranks, series, linewidth=1, label=text)
     axes.set_xticks(_rank_ticks(num_ranks))
-    axes.set_ylim(bottom=0)
+    # Room above the highest bar for the legend, so that it hides none.
+    highest = max((float(series.max()) for series in values.values() if series.size), default=0.0)
+    axes.set_ylim(0, 1.2 * highest or 1.0)
+    axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_xlabel("rank")
     axes.set_ylabel(label)
     axes.set_title(title)
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="upper right", ncols=len(values), fontsize=8)
+
+
+def draw_work(axes: Axes, areas: dict[str, Int64Array]) -> None:
+    """Visible pairs per rank of several assignments, in thousands or millions."""
+    largest = max((int(values.max()) for values in areas.values() if values.size), default=0)
+    divisor, unit = (1e6, "millions") if largest >= 1_000_000 else (1e3, "thousands")
+    scaled = {name: values / divisor for name, values in areas.items()}
+    draw_per_rank(axes, scaled, f"visible pairs ({unit})", "attention work per rank")
 
 
 def plot_owners(dispatch: DispatchPlan, path: str | Path, title: str = "owner of each token") -> None:
     """Saves who owns which tokens (PNG, SVG or PDF by the name's ending)."""
-    figure = _figure(9, _owners_height(dispatch.cp_size))
+    figure = _figure(path, 9, _owners_height(dispatch.cp_size))
     draw_owners(figure.add_subplot(), dispatch, title)
     figure.savefig(path, dpi=_DPI)
 
 
 def plot_areas(areas: dict[str, Int64Array], path: str | Path) -> None:
     """Saves visible pairs per rank for several assignments, by name: int64 [R] each."""
-    figure = _figure(9, 4)
-    millions = {name: values / 1e6 for name, values in areas.items()}
-    draw_per_rank(figure.add_subplot(), millions, "visible pairs (millions)", "attention work per rank")
+    figure = _figure(path, 9, 4)
+    draw_work(figure.add_subplot(), areas)
     figure.savefig(path, dpi=_DPI)
 
 
 def plot_traffic(rows: Int64Array, path: str | Path) -> None:
     """Saves the traffic matrix: rows int64 [R, R], rows[sender, receiver] key rows sent in one forward."""
     num_ranks = rows.shape[0]
-    figure = _figure(6.2, 5.2)
+    figure = _figure(path, 6.2, 5.2)
     axes = figure.add_subplot()
     image = axes.imshow(rows, cmap="viridis")
     if num_ranks <= _MAX_LABELLED_RANKS:
         dark_below = rows.max() * 0.6
         for (sender, receiver), count in np.ndenumerate(rows):
-            axes.text(receiver, sender, f"{count}", ha="center", va="center", color="white" if count < dark_below else "black", fontsize=8)
+            colour = "white" if count < dark_below else "black"
+            axes.text(receiver, sender, f"{count:,}", ha="center", va="center", color=colour, fontsize=8)
     axes.set_xticks(_rank_ticks(num_ranks))
     axes.set_yticks(_rank_ticks(num_ranks))
     axes.set_xlabel("receiving rank")
     axes.set_ylabel("sending rank")
     axes.set_title(f"key rows sent in one forward: {int(rows.sum()):,}")
-    figure.colorbar(image, label="rows")
+    figure.colorbar(image, label="rows", format="{x:,.0f}")
     figure.savefig(path, dpi=_DPI)
 
 
@@ -114,10 +129,10 @@ def plot_summary(summary: PlanSummary, path: str | Path) -> None:
     """Saves one picture of a plan: owners, work, rows in and out, predicted times per rank."""
     num_ranks = summary.dispatch_q.cp_size
     height = _owners_height(num_ranks)
-    figure = _figure(10, height + 9)
+    figure = _figure(path, 10, height + 9)
     axes = figure.subplots(4, 1, height_ratios=[height, 3, 3, 3])
     draw_owners(axes[0], summary.dispatch_q, "owner of each query token")
-    draw_per_rank(axes[1], {"visible pairs": summary.rank_areas / 1e6}, "millions", "attention work per rank")
+    draw_work(axes[1], {"visible pairs": summary.rank_areas})
     rows = {"received": summary.rank_recv_rows.astype(np.float64), "sent": summary.rank_send_rows.astype(np.float64)}
     draw_per_rank(axes[2], rows, "rows", "key rows per rank in one forward")
     times = {"forward": summary.forward.rank_times_us / 1e3, "backward": summary.backward.rank_times_us / 1e3}

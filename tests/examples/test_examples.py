@@ -53,6 +53,15 @@ def test_training_demo(tmp_path: Path) -> None:
     assert drawn == {"mask_documents.png", "mask_window.png", "owners.png", "work_per_rank.png", "traffic.png", "loss.png"}
 
 
+def test_training_demo_on_one_text_file(tmp_path: Path) -> None:
+    """Also other documents, learning rate and seed than the default; one rank, as two ranks are the test above."""
+    text = tmp_path / "text.unusual"
+    text.write_bytes(bytes(range(256)) * 4)
+    arguments = ["--data", str(text), "--ranks", "1", "--steps", "1", "--seq-len", "300", "--window", "40", "--lr", "0.5", "--seed", "3"]
+    printed = run("examples/05_train_long_context.py", *arguments, "--out", str(tmp_path / "out"))
+    assert "2 documents of 150 to 150 tokens" in printed and "parity PASS" in printed
+
+
 @pytest.mark.parametrize("content", [None, b""])
 def test_training_demo_refuses_a_folder_without_text(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:

@@ -314,6 +314,12 @@ def test_a_million_tokens_make_a_small_grid() -> None:
     assert np.allclose(np.diag(share), 2049 / 4096)
 
 
+@pytest.mark.parametrize("name", ["mask.abc", "mask"])
+def test_a_picture_of_no_known_format_is_refused(name: str, tmp_path: Any) -> None:
+    with pytest.raises(InputError, match=r"\.png, \.svg or \.pdf"):
+        mask_catalogue()["causal"].plot(tmp_path / name)
+
+
 def test_without_matplotlib_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UnsupportedError, match="pip install"):

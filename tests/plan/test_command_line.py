@@ -72,6 +72,8 @@ def test_no_tokens_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
         (["--docs", "nowhere.txt", "--ranks", "2"], "nowhere.txt"),
         (["--mask", "nowhere.json", "--ranks", "2", "--full"], "--full"),
         (["--cu-seqlens", "0,10", "--ranks", "2", "--plot", "/nowhere/plan.png"], "/nowhere"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--plot", "plan.abc"], ".png, .svg or .pdf"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--plot", "plan"], ".png, .svg or .pdf"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,11 +84,11 @@ def draw_per_rank(axes: Axes, values: dict[str, npt.NDArray[np.float64]], label:
 
 
 def draw_work(axes: Axes, areas: dict[str, Int64Array]) -> None:
-    """Visible pairs per rank of several assignments, in thousands or millions."""
+    """Visible pairs per rank of several assignments, in units that keep the numbers short."""
     largest = max((int(values.max()) for values in areas.values() if values.size), default=0)
-    divisor, unit = (1e6, "millions") if largest >= 1_000_000 else (1e3, "thousands")
+    divisor, unit = next(scale for scale in ((1e6, " (millions)"), (1e3, " (thousands)"), (1.0, "")) if largest >= scale[0] or not scale[1])
     scaled = {name: values / divisor for name, values in areas.items()}
-    draw_per_rank(axes, scaled, f"visible pairs ({unit})", "attention work per rank")
+    draw_per_rank(axes, scaled, f"visible pairs{unit}", "attention work per rank")
 
 
 def plot_owners(dispatch: DispatchPlan, path: str | Path, title: str = "owner of each token") -> None:

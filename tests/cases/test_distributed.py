@@ -1,17 +1,14 @@
-"""Cases N (numeric) and D (distributed) of the catalogue that are about attention itself, over 1 to 8 ranks. Names start with the case.
-
-Head counts and widths are smaller than the catalogue's defaults where only the mask or the spread of tokens matters.
-"""
+"""Cases M, N, D and A about attention itself over 1 to 8 ranks. What is smaller than the catalogue asks: README of this folder."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from magi_attention.api import (
     BSDispatchAlg,
@@ -24,12 +21,26 @@ from magi_attention.api import (
     ToppHeapDispatchAlg,
     ZigzagDispatchAlg,
 )
-from magi_attention.comm import comm_group
 from magi_attention.config import DispatchAlg
+from magi_attention.kernels.reference import attention_reference
+from magi_attention.mask.slices import UNBOUNDED
+from magi_attention.runtime import steps
 from magi_attention.testing.workers import RankPool
-from tests.runtime.harness import Problem, assemble, assert_parity, causal, eager, forward_on_rank, full, reference, run_on_rank, small
+from tests.cases.by_keys import check_documents
+from tests.poison import NUMBERS, poisoned
+from tests.runtime.harness import (
+    Problem,
+    assemble,
+    assert_parity,
+    causal,
+    eager,
+    full,
+    poisoned_on_rank,
+    reference,
+    run_on_rank,
+)
 
-LIGHT = {"num_heads_q": 2, "num_heads_kv": 1, "head_dim": 32}
+LIGHT = {"num_heads_q": 2, "num_heads_kv": 1, "head_dim": 128, "dtype": torch.bfloat16}
 DEFAULT = {"num_heads_q": 8, "num_heads_kv": 2, "head_dim": 128, "dtype": torch.bfloat16}  # the catalogue's
 ALL_ALGS: tuple[DispatchAlg, ...] = (
     MinHeapDispatchAlg(),
@@ -54,9 +65,9 @@ def check_on(rank_pool: RankPool, rank_counts: tuple[int, ...], problem: Problem
         assert_parity(problem, parts_of(rank_pool, num_ranks, problem), twins=twins)
 
 
-@pytest.mark.parametrize("num_ranks", (1, 2))
+@pytest.mark.parametrize("num_ranks", (1, 2, 3, 4, 8))
 def test_n01_natural_logarithm(rank_pool: RankPool, num_ranks: int) -> None:
-    problem = Problem(full(8, 8), 8, chunk_size=2, constants=(("q", 0.0), ("k", 0.0)))
+    problem = Problem(full(8, 8), 8, **DEFAULT, chunk_size=1, constants=(("q", 0.0), ("k", 0.0)))
     lse = assemble(problem, parts_of(rank_pool, num_ranks, problem))["lse"]
     assert torch.allclose(lse, torch.full_like(lse, math.log(8)), rtol=0, atol=1e-6)
 
@@ -69,20 +80,51 @@ def test_n02_loss_on_lse(rank_pool: RankPool, sink_layout: str | None) -> None:
     check_on(rank_pool, (1, 2), problem)
 
 
+def run_and_watch_partials(rank: int, num_ranks: int, problem: Problem) -> tuple[dict[str, np.ndarray], set[str]]:
+    """The run, and the dtypes of the partial gradients that travel and of what they are added to."""
+    seen: set[str] = set()
+    send = steps.group_reduce
+
+    def watched(exchange: Any, partials: list[torch.Tensor], group: Any, *, into: list[torch.Tensor], **options: Any) -> Any:
+        seen.update(str(x.dtype) for x in (*partials, *into))
+        return send(exchange, partials, group, into=into, **options)
+
+    with mock.patch.object(steps, "group_reduce", watched):
+        (found,) = run_on_rank(rank, num_ranks, [problem])
+    return found, seen
+
+
+def causal_reference(problem: Problem, rows_at_once: int = 1024) -> dict[str, torch.Tensor]:
+    """The float64 twin of one causal sequence, in runs of rows that read only the keys before their end."""
+    inputs = {name: x.double().requires_grad_(name != "dout") for name, x in problem.inputs().items()}
+    leaves = [inputs[name] for name in "qkv"]
+    outs, grads = [], [torch.zeros_like(x) for x in leaves]
+    for start in range(0, problem.total_q, rows_at_once):
+        rows, keys = slice(start, start + rows_at_once), slice(0, start + rows_at_once)
+        dense = torch.ones(rows_at_once, keys.stop, dtype=torch.bool).tril(start)
+        out, _, _ = attention_reference(inputs["q"][rows], inputs["k"][keys], inputs["v"][keys], dense)
+        for total, grad in zip(grads, torch.autograd.grad(out, leaves, inputs["dout"][rows]), strict=True):
+            total += grad
+        outs.append(out.detach())
+    return {"out": torch.cat(outs), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
 def test_n16_error_does_not_grow_with_ranks(rank_pool: RankPool) -> None:
-    problem = Problem(causal([2048]), 2048, num_heads_q=2, num_heads_kv=1, head_dim=64, dtype=torch.bfloat16)
-    exact = reference(problem)
+    problem = Problem(causal([8192]), 8192, num_heads_q=2, num_heads_kv=1, head_dim=64, dtype=torch.bfloat16)
+    exact = causal_reference(problem)
     errors = {}
     for num_ranks in (1, 2, 4, 8):
-        ours = assemble(problem, parts_of(rank_pool, num_ranks, problem))
-        errors[num_ranks] = {name: (ours[name].double() - exact[name]).abs().max().item() for name in ("out", "dq", "dk", "dv")}
+        per_rank = rank_pool.run(num_ranks, run_and_watch_partials, problem, timeout_s=120)
+        assert all(seen == ({"torch.float32"} if num_ranks > 1 else set()) for _, seen in per_rank), "partials are fp32"
+        ours = assemble(problem, [found for found, _ in per_rank])
+        errors[num_ranks] = {name: (ours[name].double() - exact[name]).abs().max().item() for name in exact}
     for name, alone in errors[1].items():
         assert errors[8][name] <= 1.5 * alone, f"{name}: {errors}"
 
 
 @pytest.mark.parametrize("scale", (1.0, 0.0625))
 def test_n24_scale_reaches_every_path(rank_pool: RankPool, scale: float) -> None:
-    check_on(rank_pool, (1, 2), Problem(causal([100, 28]), 128, **LIGHT, softmax_scale=scale, dtype=torch.bfloat16))
+    check_on(rank_pool, (1, 2), Problem(causal([100, 28]), 128, **DEFAULT, softmax_scale=scale))
 
 
 @pytest.mark.parametrize("num_ranks", (1, 2))
@@ -97,7 +139,7 @@ def test_n26_sink(rank_pool: RankPool, num_ranks: int) -> None:
 
 def test_n28_sink_window_documents(rank_pool: RankPool) -> None:
     slices = causal([137, 2041, 89], left=127)
-    problem = Problem(slices, 2267, **LIGHT, sink_layout="sh", dtype=torch.bfloat16, sink_grad_reduce="sum")
+    problem = Problem(slices, 2267, **LIGHT, sink_layout="sh", sink_grad_reduce="sum")
     twins = reference(problem), eager(problem)
     for num_ranks in (1, 2, 4, 8):
         parts = parts_of(rank_pool, num_ranks, problem)
@@ -106,18 +148,24 @@ def test_n28_sink_window_documents(rank_pool: RankPool) -> None:
 
 
 def test_d03_any_length_without_padding(rank_pool: RankPool) -> None:
-    problem = Problem(causal([137, 2041, 89]), 2267, **LIGHT, dtype=torch.bfloat16)
+    problem = Problem(causal([137, 2041, 89]), 2267, **LIGHT)
     assert problem.mask.area() == 2_097_319
-    check_on(rank_pool, (2, 3, 4, 8), problem)  # assemble also asserts 2,267 rows in all
+    check_documents(rank_pool, (2, 3, 4, 8), problem, [0, 137, 2178, 2267], [{"causal": True}])
+
+
+def test_m08_windows_that_mean_causal(rank_pool: RankPool) -> None:
+    windows = [{"causal": True}, {"window_size": (None, 0)}, {"window_size": (-1, 0)}, {"causal": True, "window_size": (-1, -1)}]
+    check_documents(rank_pool, (1, 2), Problem(causal([1024, 1024]), 2048, **DEFAULT), [0, 1024, 2048], windows)
 
 
 def test_a03_uneven_shares(rank_pool: RankPool) -> None:
-    check_on(rank_pool, (4,), Problem(causal([2999]), 2999, num_heads_q=1, num_heads_kv=1, head_dim=16))
+    problem = Problem(causal([2999]), 2999, num_heads_q=2, num_heads_kv=1, head_dim=64, dtype=torch.bfloat16)
+    check_documents(rank_pool, (4,), problem, [0, 2999], [{"causal": True}])
 
 
 @pytest.mark.parametrize("total", (100, 1, 0))
 def test_d05_ranks_without_tokens(rank_pool: RankPool, total: int) -> None:
-    problem = Problem(causal([total]), total, **LIGHT, chunk_size=128)
+    problem = Problem(causal([total]), total, **DEFAULT, chunk_size=128)
     parts = [found[0] for found in rank_pool.run(8, run_on_rank, [problem], timeout_s=30)]
     assert sum(len(part["out"]) for part in parts) == total
     assert sum(len(part["out"]) > 0 for part in parts) == min(1, total)
@@ -139,69 +187,44 @@ def test_d18_every_dispatch_policy(rank_pool: RankPool, alg: DispatchAlg) -> Non
     check_on(rank_pool, (2,), Problem(full(128, 128), 128, num_heads_q=1, num_heads_kv=1, head_dim=64, alg=alg))
 
 
-# ---- several groups, other collectives at the same time ----
+# ---- POISON over ranks ----
 
-CONCURRENT = Problem(causal([40, 24]), 64, num_heads_q=2, num_heads_kv=1, head_dim=8, chunk_size=4, degree=2)
-
-
-def call_on_group(group: Any, rank: int, size: int, seed: int) -> dict[str, np.ndarray]:
-    call = forward_on_rank(small(CONCURRENT, seed=seed), rank, size, group=comm_group(group))
-    call.backward()
-    return call.arrays()
-
-
-def two_groups_on_rank(rank: int, num_ranks: int, num_steps: int) -> list[dict[str, np.ndarray]]:
-    """Even and odd ranks each work on their own sequence at the same time."""
-    groups = [dist.new_group(list(range(first, num_ranks, 2))) for first in (0, 1)]
-    return [call_on_group(groups[rank % 2], rank // 2, num_ranks // 2, seed=2 * step + rank % 2) for step in range(num_steps)]
-
-
-def mesh_on_rank(rank: int, num_ranks: int) -> list[dict[str, np.ndarray]]:
-    """cp 2 x tp 4, once with cp outermost and once innermost; every tp rank has its own heads (here: its own seed)."""
-    found = []
-    for shape, names in (((2, 4), ("cp", "tp")), ((4, 2), ("tp", "cp"))):
-        mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
-        group, tp_rank = mesh["cp"].get_group(), mesh["tp"].get_local_rank()
-        found.append({"tp_rank": np.array(tp_rank), **call_on_group(group, group.rank(), 2, seed=tp_rank)})
-    return found
+POISONED = {
+    "m01": Problem(
+        [[0, 76, 0, 1, -UNBOUNDED, 1 - 76], [76, 110, 1, 2, -UNBOUNDED, 2 - 110], [110, 256, 2, 3, -UNBOUNDED, 3 - 256]],
+        256,
+        total_k=3,
+        num_heads_q=1,
+        num_heads_kv=1,
+        head_dim=32,
+        dtype=torch.float16,
+        chunk_size=16,
+    ),
+    "m10": Problem([[0, 128, 0, 128, -UNBOUNDED, UNBOUNDED], [256, 512, 0, 512, -UNBOUNDED, UNBOUNDED]], 512, **LIGHT, chunk_size=32),
+    "n11": Problem(causal([144, 288, 512]), 946, **LIGHT, chunk_size=32),
+}
+EMPTY_ROWS = {"m01": [row for row in range(256) if row not in (75, 109, 255)], "m10": range(128, 256), "n11": (944, 945)}
 
 
-def test_d19_groups_side_by_side(rank_pool: RankPool) -> None:
-    num_steps = 50
-    per_rank = rank_pool.run(8, two_groups_on_rank, num_steps, timeout_s=120)
-    for step in (0, 1, num_steps - 1):
-        for parity in (0, 1):
-            assert_parity(small(CONCURRENT, seed=2 * step + parity), [per_rank[rank][step] for rank in range(parity, 8, 2)])
-    per_rank = rank_pool.run(8, mesh_on_rank, timeout_s=120)
-    for idx in (0, 1):
-        for tp_rank in range(4):
-            parts = [found[idx] for found in per_rank if int(found[idx]["tp_rank"]) == tp_rank]
-            assert len(parts) == 2
-            assert_parity(small(CONCURRENT, seed=tp_rank), [{k: v for k, v in part.items() if k != "tp_rank"} for part in parts])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_m01_m10_n11_poisoned_memory_over_ranks(rank_pool: RankPool, number: str) -> None:
+    """Rows outside every slice, whichever rank owns them: exact zeros, with new memory of every rank full of NaN or +inf."""
+    for num_ranks in (2, 3):
+        per_rank = rank_pool.run(num_ranks, poisoned_on_rank, list(POISONED.values()), number)
+        for (name, problem), parts in zip(POISONED.items(), zip(*per_rank, strict=True), strict=True):
+            assert_parity(problem, parts, f"{name} ")
+            whole, empty = assemble(problem, parts), list(EMPTY_ROWS[name])
+            assert all(bool((whole[value][empty] == 0).all()) for value in ("out", "dq")), name
+            assert bool((whole["lse"][empty] == -torch.inf).all()), name
+            if name == "n11":
+                assert bool((whole["dk"][empty] == 0).all() and (whole["dv"][empty] == 0).all())
+                assert (whole["dk"].flatten(1).T @ torch.randn(946, 16)).isfinite().all()
 
 
-def beside_other_traffic_on_rank(rank: int, num_ranks: int, num_steps: int) -> list[dict[str, np.ndarray]]:
-    """Our exchanges between an all-gather and an all-reduce of the user that are in flight on another group of the same ranks."""
-    other = dist.new_group(list(range(num_ranks)))
-    found = []
-    for step in range(num_steps):
-        weights = torch.full((5000,), float(rank + step))
-        gathered = [torch.empty_like(weights) for _ in range(num_ranks)]
-        works = [dist.all_gather(gathered, weights, group=other, async_op=True)]
-        summed = weights.clone()
-        works.append(dist.all_reduce(summed, group=other, async_op=True))
-        found.append(call_on_group(dist.group.WORLD, rank, num_ranks, seed=step % 3))
-        for work in works:
-            work.wait()
-        assert all(float(part[0]) == peer + step for peer, part in enumerate(gathered))
-        assert float(summed[-1]) == num_ranks * (num_ranks - 1) / 2 + num_ranks * step
-    return found
-
-
-def test_d20_beside_collectives_of_the_user(rank_pool: RankPool) -> None:
-    per_rank = rank_pool.run(2, beside_other_traffic_on_rank, 200, timeout_s=120)
-    for seed in range(3):
-        assert_parity(small(CONCURRENT, seed=seed), [found[seed] for found in per_rank])
-        for found in per_rank:  # 1=N at each of the 200 steps: they repeat three problems to the bit
-            for step in range(seed, 200, 3):
-                assert all(np.array_equal(found[step][name], found[seed][name]) for name in found[seed]), f"step {step}"
+def test_poisoned_memory_is_what_it_says() -> None:
+    for number in NUMBERS:
+        with poisoned(number):
+            fresh = torch.empty(7), torch.empty_like(torch.zeros(3, dtype=torch.bfloat16)), torch.zeros(2).new_empty(5)
+            assert all(str(float(x)) == number for tensor in fresh for x in tensor)
+            octets = torch.empty(64, dtype=torch.uint8).view(torch.float32)  # what exchanges pack floats in
+            assert octets.isnan().all() if number == "nan" else octets.isposinf().all()

@@ -242,19 +242,18 @@ class GrpCollConfig:
 
     Attributes:
         backend: auto (the best that every rank can), a2av (all-to-all-v of torch.distributed), native, hierarchical (2-D mesh).
-        timeout_s: an exchange that takes longer becomes a CommError.
+        timeout_s: an exchange waited for longer becomes a CommError. None leaves the limit to the process group: its own time-out
+            (init_process_group, new_group) always holds, and says how long a healthy rank may compute before it joins the others.
     """
 
     backend: str = "auto"
-    timeout_s: float = 600.0
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        rule = f"must be in [0.001, {MAX_TIMEOUT_S:g}] seconds"
-        _keep(
-            self,
-            backend=one_of("backend", self.backend, GRPCOLL_BACKENDS),
-            timeout_s=number("timeout_s", self.timeout_s, rule, low=0.001, high=MAX_TIMEOUT_S),
-        )
+        _keep(self, backend=one_of("backend", self.backend, GRPCOLL_BACKENDS))
+        if self.timeout_s is not None:
+            rule = f"must be in [0.001, {MAX_TIMEOUT_S:g}] seconds, or None for the process group's own time-out"
+            _keep(self, timeout_s=number("timeout_s", self.timeout_s, rule, low=0.001, high=MAX_TIMEOUT_S))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,13 @@ from collections.abc import Callable
 import torch
 
 from magi_attention.comm.group import CommGroup, comm_group
-from magi_attention.comm.launch import DEFAULT_TIMEOUT_S
 from magi_attention.comm.work import CallInfo, Transfer
 from magi_attention.errors import InputError
 
 _TEXT_BYTES = 1024  # of each rank's description; fixed, so that no sizes need to travel
 
 
-def agree(
-    group: object, label: str, digest_bytes: bytes, describe: str | Callable[[], str], *, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> None:
+def agree(group: object, label: str, digest_bytes: bytes, describe: str | Callable[[], str], *, timeout_s: float | None = None) -> None:
     """Compare a digest over the ranks of the group. Collective; costs one small exchange (a second one only on disagreement).
 
     Args:
@@ -25,7 +22,7 @@ def agree(
         label: what is compared, e.g. "mask of the key".
         digest_bytes: any bytes that are equal exactly when the ranks agree.
         describe: this rank's value in words for the message, or a function that makes it on disagreement.
-        timeout_s: seconds after which CommError is raised.
+        timeout_s: as in group_cast.
 
     Raises:
         InputError: the ranks differ; the same text on every rank, with which ranks hold what.

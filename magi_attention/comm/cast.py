@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 import torch
 
 from magi_attention.comm.group import CommGroup, comm_group
-from magi_attention.comm.launch import DEFAULT_TIMEOUT_S, Level, check_outputs, check_tensors, flat_level, start, two_levels
+from magi_attention.comm.launch import Level, check_outputs, check_tensors, flat_level, start, two_levels
 from magi_attention.comm.wire import pack, receive_buffer, recv_order, send_order, unpack
 from magi_attention.comm.work import CallInfo, HandOver, Stages, Transfer, Work
 from magi_attention.errors import InputError
@@ -20,7 +20,7 @@ def group_cast(
     group: object,
     *,
     out: Sequence[torch.Tensor] | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
     what: str = "",
 ) -> Work:
     """Start a cast of the rows of several tensors in one all-to-all-v (two for a hierarchical exchange).
@@ -34,7 +34,8 @@ def group_cast(
         group: a CommGroup, or anything comm_group takes.
         out: contiguous [num_rows_out, ...] tensors to fill, dtypes like `tensors`; rows the exchange does not cover keep their values.
             None allocates them, with zeros in rows that are not covered.
-        timeout_s: seconds after which the wait raises CommError (over NCCL the process group's own time-out counts).
+        timeout_s: seconds after which the wait raises CommError; the process group's own time-out holds too, and alone with None (and
+            over NCCL, where waiting does not block).
         what: the caller's words for error messages, e.g. "step 2 of the forward, k and v".
 
     Returns:

@@ -9,7 +9,6 @@ import torch
 
 from magi_attention.comm.cast import group_cast
 from magi_attention.comm.group import comm_group
-from magi_attention.comm.launch import DEFAULT_TIMEOUT_S
 from magi_attention.comm.reduce import group_reduce
 from magi_attention.errors import InputError
 from magi_attention.plan.types import DispatchPlan, Exchange
@@ -18,7 +17,7 @@ _exchanges: weakref.WeakKeyDictionary[DispatchPlan, dict[int, Exchange]] = weakr
 
 
 def gather_rows(
-    x_local: torch.Tensor, dispatch: DispatchPlan, group: object, *, timeout_s: float = DEFAULT_TIMEOUT_S, what: str = "gather"
+    x_local: torch.Tensor, dispatch: DispatchPlan, group: object, *, timeout_s: float | None = None, what: str = "gather"
 ) -> torch.Tensor:
     """Every rank's rows, in global token order, on every rank. Not differentiable.
 
@@ -41,7 +40,7 @@ def gather_rows(
 
 
 def scatter_reduce_rows(
-    x_global_partial: torch.Tensor, dispatch: DispatchPlan, group: object, *, timeout_s: float = DEFAULT_TIMEOUT_S, what: str = "scatter"
+    x_global_partial: torch.Tensor, dispatch: DispatchPlan, group: object, *, timeout_s: float | None = None, what: str = "scatter"
 ) -> torch.Tensor:
     """The transpose of gather_rows: the sum over ranks (in rank order) of this rank's rows of every rank's partial.
 

@@ -14,8 +14,6 @@ from magi_attention.comm.work import CallInfo, Transfer
 from magi_attention.errors import InputError
 from magi_attention.plan.types import Exchange, HierarchicalExchange
 
-DEFAULT_TIMEOUT_S = 600.0
-
 
 @dataclass(frozen=True)
 class Level:

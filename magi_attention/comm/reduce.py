@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from magi_attention.comm.group import CommGroup, comm_group
-from magi_attention.comm.launch import DEFAULT_TIMEOUT_S, Level, check_outputs, check_tensors, flat_level, start, two_levels
+from magi_attention.comm.launch import Level, check_outputs, check_tensors, flat_level, start, two_levels
 from magi_attention.comm.wire import Round, pack, read, recv_order, row_bytes, send_order
 from magi_attention.comm.work import CallInfo, HandOver, Stages, Transfer, Work
 from magi_attention.errors import InputError
@@ -26,7 +26,7 @@ def group_reduce(
     group: object,
     *,
     into: Sequence[torch.Tensor],
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
     what: str = "",
 ) -> Work:
     """Start sending partial sums back over the way their rows came, and add them at the owner during wait().
@@ -56,7 +56,7 @@ def group_reduce_lse(
     *,
     out: torch.Tensor,
     lse: torch.Tensor,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
     what: str = "",
 ) -> Work:
     """Like group_reduce for attention partials: at the owner they are merged by their log-sum-exp during wait().

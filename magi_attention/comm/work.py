@@ -25,11 +25,14 @@ _REPORT_S = 1.0  # how long a failed rank looks for the reports of the others
 
 @dataclass(frozen=True)
 class CallInfo:
-    """What an error message says about an exchange: `what` is the caller's words (step, tensors), `op` ours."""
+    """What an error message says about an exchange: `what` is the caller's words (step, tensors), `op` ours.
+
+    timeout_s None: the process group's own time-out is the only limit.
+    """
 
     op: str
     what: str
-    timeout_s: float
+    timeout_s: float | None
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,16 @@ class Transfer:
         """Block until the rows are here (CPU) or order the current stream after their arrival (CUDA over NCCL).
 
         Raises:
-            CommError: a peer was lost or the time ran out. Over NCCL torch's own watchdog keeps the deadline of the process group.
+            CommError: a peer was lost or the time ran out.
         """
         if self._work is None:
             return
         try:
-            if self._buffers[0].is_cuda and _is_stream_ordered(self._group):
-                self._work.wait()
+            limit_s = self._info.timeout_s
+            if limit_s is None or (self._buffers[0].is_cuda and _is_stream_ordered(self._group)):
+                self._work.wait()  # torch keeps the deadline of the process group
             else:
-                self._work.wait(datetime.timedelta(seconds=self._info.timeout_s))
+                self._work.wait(datetime.timedelta(seconds=limit_s))
         except RuntimeError as error:
             raise self._comm_error(error) from error
         self._work = None
@@ -181,16 +185,18 @@ def comm_error(
     members = _members(group)
     expected = [f"rank {peer} ({amount} bytes)" for peer, amount in enumerate(recv_bytes) if peer != rank]
     silent = _silent_ranks(group, rank, size)
+    limit = "of the process group" if info.timeout_s is None else f"{info.timeout_s:g} s (or the process group's, if shorter)"
     lines = [
         f"{info.op} for {info.what or 'an unnamed exchange'} failed on rank {rank} of {size} (global ranks {members}), "
-        f"sending {sum(send_bytes)} bytes, receiving {sum(recv_bytes)} bytes, timeout {info.timeout_s:g} s: {_first_line(cause)}"
+        f"sending {sum(send_bytes)} bytes, receiving {sum(recv_bytes)} bytes, timeout {limit}: {_first_line(cause)}"
     ]
     if expected:
         lines.append(f"It was receiving from {', '.join(expected)}.")
     if silent:
         lines.append(f"Not heard of since: {', '.join(f'rank {peer}' for peer in silent)} (lost, late, or not in this exchange).")
     lines.append(
-        "Look at the log of those ranks first; if they are only slow, raise GrpCollConfig.timeout_s. This group cannot be used again."
+        "Look at the log of those ranks first; if they are only slow, raise GrpCollConfig.timeout_s and the timeout of "
+        "init_process_group or new_group. This group cannot be used again."
     )
     return CommError("\n".join(lines))
 

@@ -21,8 +21,6 @@ from magi_attention.errors import InputError
 from magi_attention.kernels.tensors import require_tensor as require_tensor
 from magi_attention.plan.types import DispatchPlan, Exchange, Int64Array
 
-DEFAULT_TIMEOUT_S = 600.0
-
 
 class Routes(Protocol):
     """What rows are moved by; plan/routes.py makes them (TokenRoutes)."""
@@ -46,12 +44,12 @@ class TokenOwners:
     Attributes:
         routes: the owners of all tokens, and the exchanges between them.
         group: the cp group; rows travel on its flat form.
-        timeout_s: bound on each exchange.
+        timeout_s: bound on each exchange; None is the process group's own.
     """
 
     routes: Routes
     group: CommGroup = SINGLE
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    timeout_s: float | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -24,13 +24,13 @@ class ExchangeRule:
         group: whose collectives they are.
         is_overlapped: the next exchange is in flight while a step is computed; False finishes each exchange before anything else.
         is_two_level: rows cross nodes once and fan out there.
-        timeout_s: bound on each exchange.
+        timeout_s: bound on each exchange; None is the process group's own.
     """
 
     group: CommGroup
     is_overlapped: bool
     is_two_level: bool
-    timeout_s: float
+    timeout_s: float | None
 
     def exchange_of(self, step: StepPlan) -> Exchange | HierarchicalExchange:
         """The form of the step's exchange that this rule runs."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import time
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from magi_attention.comm import agree, comm_group, group_cast, group_reduce
 from magi_attention.comm.reference import cast_reference, reduce_reference
+from magi_attention.comm.work import CallInfo, Transfer
+from magi_attention.config import GrpCollConfig
 from magi_attention.errors import CommError
 from magi_attention.testing.workers import RankPool
 from tests.comm.random_exchanges import assert_same_bits, make_exchanges, random_rows
@@ -112,7 +117,7 @@ def test_alternating_plans(rank_pool: RankPool) -> None:
 OPS = ("group_cast", "group_reduce", "agree")
 
 
-def _failure_of(op: str, rank: int, num_ranks: int, group: dist.ProcessGroup, timeout_s: float) -> tuple[str, float]:
+def _failure_of(op: str, rank: int, num_ranks: int, group: dist.ProcessGroup, timeout_s: float | None) -> tuple[str, float]:
     """Text of the CommError of one operation and how long it took."""
     exchange = make_exchanges(0, num_ranks)[rank]
     sources, partials, into = (rows[rank] for rows in _rows(0, num_ranks))
@@ -159,6 +164,30 @@ def test_survivors_of_a_killed_rank_end_with_an_error_that_names_it(rank_pool: R
 def test_ranks_that_wait_for_a_late_one_end_with_an_error_that_names_it(rank_pool: RankPool) -> None:
     per_rank = rank_pool.run(3, _with_bad_rank, 1, "late", 1.0)
     _judge_failures({rank: per_rank[rank] for rank in (0, 2)}, 1.0)
+
+
+def _late_without_a_limit(rank: int, num_ranks: int, group_timeout_s: float, late_s: float) -> tuple[str, float]:
+    group = dist.new_group(list(range(num_ranks)), timeout=datetime.timedelta(seconds=group_timeout_s))
+    _failure_of("agree", rank, num_ranks, group, None)  # both ranks are connected
+    if rank == 1:
+        time.sleep(late_s)
+    return _failure_of("group_cast", rank, num_ranks, group, GrpCollConfig().timeout_s)
+
+
+def test_without_a_limit_a_rank_may_be_as_late_as_the_process_group_allows(rank_pool: RankPool) -> None:
+    (text, seconds), _ = rank_pool.run(2, _late_without_a_limit, 60.0, 2.0)
+    assert text == "finished" and seconds >= 1.5
+    (text, seconds), _ = rank_pool.run(2, _late_without_a_limit, 1.0, 4.0)
+    assert "timeout of the process group: " in text and "timeout of init_process_group or new_group" in text and seconds < 4.0
+
+
+def test_without_a_limit_the_wait_has_no_deadline_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may compute for as long as its process group allows, hours if the caller said so: nothing shorter is in the way."""
+    work = mock.Mock()
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *args, **options: work)
+    rows = torch.zeros(4, dtype=torch.uint8)
+    Transfer(rows, rows.clone(), [4], [4], mock.Mock(), CallInfo("group_cast", "", GrpCollConfig().timeout_s)).wait()
+    assert work.wait.call_args_list == [mock.call()]
 
 
 def _wait_again(rank: int, num_ranks: int) -> list[str]:

@@ -9,6 +9,7 @@ import array
 import itertools
 import math
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from magi_attention.errors import InputError
 
 Int64Array = npt.NDArray[np.int64]
 
+_LARGEST = sys.float_info.max  # NaN and the infinities are outside of +- this
 _ARRAY_FORM = "pass a list, an int array or an int tensor"
 _SEQUENCES = {list, tuple}
 
@@ -65,10 +67,13 @@ def number(name: str, value: Any, rule: str, *, above: float = -math.inf, low: f
     Raises:
         InputError: no real number, NaN, infinite, out of range, or a tensor that requires grad: no gradient would flow into it.
     """
-    if getattr(value, "requires_grad", False):
+    if isinstance(value, float):
+        found: float | None = float(value)  # first and without a question more: inside torch.compile it may stand for any number
+    elif getattr(value, "requires_grad", False):
         raise InputError(f"{name} is a tensor that requires grad, but no gradient flows into it; multiply it into an input, or detach it")
-    found = _float(value)
-    if found is None or not math.isfinite(found) or found <= above or not low <= found <= high:
+    else:
+        found = _float(value)
+    if found is None or not max(low, -_LARGEST) <= found <= min(high, _LARGEST) or found <= above:
         raise InputError(f"{name}={shown(value)} {rule}")
     return found
 

@@ -8,9 +8,11 @@ from magi_attention.api.keys import DistAttnKey, check_living_key
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.errors import InputError
 from magi_attention.runtime.attention import dist_attention
+from magi_attention.runtime.graphs import outside_graphs
 from magi_attention.runtime.rows import require_tensor
 
 
+@outside_graphs
 def calc_attn(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -166,6 +166,12 @@ class DistAttnKey:
     def __deepcopy__(self, memo: dict[int, Any]) -> DistAttnKey:
         return self
 
+    def __reduce__(self) -> Any:
+        raise InputError(
+            "key cannot be pickled: it belongs to a process group of this process; build it in the other process from the same arguments, "
+            "which gives an equal plan"
+        )
+
     def __repr__(self) -> str:
         facts = self.identity
         return (

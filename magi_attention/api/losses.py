@@ -8,12 +8,14 @@ import torch
 
 from magi_attention.comm import comm_group
 from magi_attention.runtime import loss
+from magi_attention.runtime.graphs import outside_graphs
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@outside_graphs
 def reduce_loss(
     loss_sum: torch.Tensor,
     count: torch.Tensor | int,

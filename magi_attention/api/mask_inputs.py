@@ -7,6 +7,7 @@ kernel into the tensor's memory) need a new tensor or clear_cache().
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -73,16 +74,16 @@ def mask_from_table(table: torch.Tensor, head: int | None, sizes: tuple[int, ...
     `sizes` is whatever else `build` depends on.
 
     Raises:
-        InputError: no integers or too few dims, and what `build` raises.
+        InputError: no integers or another number of dims, and what `build` raises.
     """
 
     def make() -> AttnMask:
         if not isinstance(table, (torch.Tensor, np.ndarray)):
             raise InputError(f"index_attn_indices is a {type(table).__name__}; pass an int32 tensor [num_q_blocks, topk]")
-        if table.ndim < 2:
+        if table.ndim not in (2, 3):
             raise InputError(f"index_attn_indices has shape {tuple(table.shape)}; it must be [num_q_blocks, topk] or [n, heads, topk]")
         lines = table if head is None else table[:, head]
-        flat = int_array("index_attn_indices", lines.reshape(-1)).reshape(-1, max(1, table.shape[-1]))
+        flat = int_array("index_attn_indices", lines.reshape(-1)).reshape(math.prod(lines.shape[:-1]), lines.shape[-1])
         return _by_bytes.get_or_make(("table", flat.shape, flat.tobytes(), *sizes), lambda: build(flat))
 
     return _remembered(("table", head, *sizes), (table,), make)

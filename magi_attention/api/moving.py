@@ -11,6 +11,7 @@ from magi_attention.arguments import flag
 from magi_attention.errors import InputError
 from magi_attention.runtime import loss, tokens
 from magi_attention.runtime import roll as rolling
+from magi_attention.runtime.graphs import outside_graphs
 from magi_attention.runtime.rows import TokenOwners, require_device
 
 
@@ -21,6 +22,7 @@ def _owners(key: DistAttnKey, role: str) -> TokenOwners:
     return key.owners_q if role == "q" else key.owners_k
 
 
+@outside_graphs
 def dispatch(x: torch.Tensor, key: DistAttnKey, pad_value: float = 0.0, *, dim: int = 0, role: str = "q") -> torch.Tensor:
     """This rank's rows of a tensor that every rank holds. Sends nothing; its backward is collective.
 
@@ -42,6 +44,7 @@ def dispatch(x: torch.Tensor, key: DistAttnKey, pad_value: float = 0.0, *, dim: 
     return tokens.dispatch(x, _owners(key, role), dim=dim, pad_value=pad_value)
 
 
+@outside_graphs
 def undispatch(x: torch.Tensor, key: DistAttnKey, is_partial_grad: bool = False, *, dim: int = 0, role: str = "q") -> torch.Tensor:
     """The whole tensor, in global order and without padding, on every rank; the inverse of dispatch. Collective.
 
@@ -60,6 +63,7 @@ def undispatch(x: torch.Tensor, key: DistAttnKey, is_partial_grad: bool = False,
     return tokens.undispatch(x, _owners(key, role), dim=dim, is_partial_grad=is_partial_grad)
 
 
+@outside_graphs
 def roll(
     x: torch.Tensor,
     shift: int,
@@ -93,6 +97,7 @@ def roll(
     return rolling.roll(x, shift, owners, dim=dim, within_documents=within_documents, cu_seqlens=documents, fill_value=fill_value)
 
 
+@outside_graphs
 def shift_labels(labels: torch.Tensor, key: DistAttnKey, *, cu_seqlens: Any = None, dim: int = 0, fill_value: int = -100) -> torch.Tensor:
     """Next-token labels: each local row gets the token after it in its document, the last of a document fill_value. Collective.
 
@@ -109,6 +114,7 @@ def shift_labels(labels: torch.Tensor, key: DistAttnKey, *, cu_seqlens: Any = No
     return loss.shift_labels(labels, _owners(key, "q"), _documents(key, cu_seqlens), dim=dim, fill_value=fill_value)
 
 
+@outside_graphs
 def get_position_ids(
     key: DistAttnKey, *, within_documents: bool = False, cu_seqlens: Any = None, device: torch.device | str | None = None
 ) -> torch.Tensor:

@@ -30,6 +30,7 @@ from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask, AttnRanges, builders
 from magi_attention.mask.slices import MAX_TOKENS
+from magi_attention.runtime.graphs import outside_graphs
 from magi_attention.runtime.single import clear_prepared
 
 CpGroupInput: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
@@ -37,6 +38,7 @@ CpGroupInput: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 _DEFAULT_CONFIG = DistAttnConfig()
 
 
+@outside_graphs
 def magi_attn_flex_key(
     q_ranges: AttnRanges | Any,
     k_ranges: AttnRanges | Any,
@@ -91,6 +93,7 @@ def magi_attn_flex_key(
     return make_key(mask, identity, group)
 
 
+@outside_graphs
 def magi_attn_varlen_key(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
@@ -126,6 +129,7 @@ def magi_attn_varlen_key(
     return make_key(mask, identity, group, documents=_documents(cu_seqlens_q, cu_seqlens_k))
 
 
+@outside_graphs
 def make_flex_key_for_new_mask_after_dispatch(
     q_ranges: AttnRanges | Any,
     k_ranges: AttnRanges | Any,
@@ -160,6 +164,7 @@ def make_flex_key_for_new_mask_after_dispatch(
     return make_key(mask, identity, key_for_dispatch.group, key_for_dispatch=key_for_dispatch, documents=documents)
 
 
+@outside_graphs
 def make_varlen_key_for_new_mask_after_dispatch(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
@@ -232,6 +237,7 @@ def _documents(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
 # ---- key and dispatch in one call ----
 
 
+@outside_graphs
 def magi_attn_flex_dispatch(
     x: torch.Tensor,
     q_ranges: AttnRanges | Any,
@@ -271,6 +277,7 @@ def magi_attn_flex_dispatch(
     return dispatch(x, key), key
 
 
+@outside_graphs
 def magi_attn_varlen_dispatch(
     x: torch.Tensor,
     cu_seqlens_q: Any,
@@ -305,6 +312,7 @@ def magi_attn_varlen_dispatch(
 # ---- caches ----
 
 
+@outside_graphs
 def get_most_recent_key(cp_group: CpGroupInput) -> DistAttnKey:
     """The key made or found last on this group, for code that cannot be handed one. Prefer to pass keys.
 
@@ -314,6 +322,7 @@ def get_most_recent_key(cp_group: CpGroupInput) -> DistAttnKey:
     return most_recent_key(comm_group(cp_group))
 
 
+@outside_graphs
 def clear_cache(cp_group: CpGroupInput = None) -> None:
     """Forget the plans of one group, or with None everything this package remembers. Keys that callers hold stay usable."""
     if cp_group is not None:

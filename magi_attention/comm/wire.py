@@ -133,7 +133,8 @@ def row_bytes(x: torch.Tensor) -> int:
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
     """[rows, elements of a row], a view when the elements of a row are contiguous."""
-    flat = x.detach().reshape(x.shape[0], x.shape[1:].numel())
+    plain = x.detach().resolve_conj().resolve_neg()  # lazy conjugates and negatives cannot be read as bytes
+    flat = plain.reshape(x.shape[0], x.shape[1:].numel())
     return flat if flat.stride(1) == 1 or flat.shape[1] <= 1 else flat.contiguous()
 
 

@@ -8,6 +8,7 @@ Row means one token's row in a local buffer.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import overload
@@ -47,6 +48,9 @@ class DispatchPlan:
     chunk_size: int
     cp_size: int
     chunk_owner: Int32Array
+
+    def __getstate__(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # what is kept beside them is made again
 
     @functools.cached_property
     def rank_runs(self) -> tuple[Int32Array, ...]:

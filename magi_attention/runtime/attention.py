@@ -11,6 +11,7 @@ or on none. Saved: this rank's q, k, v, out (in the dtype the caller gets, the s
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from magi_attention.kernels.tensors import require_tensor
 from magi_attention.plan.types import RankPlan, StepPlan
 from magi_attention.runtime import checks
 from magi_attention.runtime.collectives import all_reduce
+from magi_attention.runtime.second_order import first_order
 from magi_attention.runtime.steps import Arrivals, ExchangeRule, GradReturns, select_exchange_rule
 
 
@@ -102,6 +104,7 @@ def dist_attention(
     config = config or DistAttnConfig()
     choose(describe(q, k, v, sink=sink, sink_layout=sink_layout, softcap=softcap), config.kernel_backend)
     checks.check_local_rows(q, k, plan)
+    checks.check_can_be_saved((q, k, v, sink))
     scale, wants_max_logits = check_scale(softmax_scale, q.shape[2]), flag("return_max_logits", return_max_logits)
     rule = select_exchange_rule(config, _group_of(plan, group))
     call = AttentionCall(plan, rule, config, sink_layout, scale, float(softcap), wants_max_logits)
@@ -133,30 +136,40 @@ def _group_of(plan: RankPlan, group: Any) -> CommGroup:
 
 class _DistAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: AttentionCall) -> Any:
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: AttentionCall) -> Any:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse, max_logits = _forward(q, k, v, sink, call)
+            return _forward(q, k, v, sink, call)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        q, k, v, sink, ctx.call = inputs
+        out, lse, max_logits = output
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.call = call
         ctx.set_materialize_grads(False)
         if max_logits is not None:
             ctx.mark_non_differentiable(max_logits)
-        return out, lse, max_logits
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: object) -> Any:
-        q, k, v, sink, out, lse = ctx.saved_tensors
-        needs_q, needs_k, needs_v, needs_sink = ctx.needs_input_grad[:4]
-        with torch.autocast(q.device.type, enabled=False):
-            dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
-            delta = softmax_delta(dout, out, dlse)
-            dq = dk = dv = dsink = None
-            if needs_q or needs_k or needs_v:
-                dq, dk, dv = _backward(dout, q, k, v, lse, delta, ctx.call, returns_kv=needs_k or needs_v)
-            if needs_sink:
-                dsink = _sink_grad(sink, lse, delta, ctx.call)
-        return dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, dsink, None
+        gradients = functools.partial(_gradients, ctx.call, tuple(ctx.needs_input_grad[:4]))
+        return *first_order("attention", gradients, dout, dlse, *ctx.saved_tensors), None
+
+
+def _gradients(
+    call: AttentionCall, needs: tuple[bool, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None, *saved: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """(dq, dk, dv, dsink), None where not needed; saved is what the forward kept."""
+    q, k, v, sink, out, lse = saved
+    needs_q, needs_k, needs_v, needs_sink = needs
+    with torch.autocast(q.device.type, enabled=False):
+        dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
+        delta = softmax_delta(dout, out, dlse)
+        dq = dk = dv = dsink = None
+        if needs_q or needs_k or needs_v:
+            dq, dk, dv = _backward(dout, q, k, v, lse, delta, call, returns_kv=needs_k or needs_v)
+        if needs_sink:
+            dsink = _sink_grad(sink, lse, delta, call)
+    return dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, dsink
 
 
 def _forward(

@@ -18,6 +18,20 @@ from magi_attention.errors import InputError
 from magi_attention.plan.types import RankPlan, StepPlan
 
 
+def check_can_be_saved(tensors: Sequence[torch.Tensor | None]) -> None:
+    """Tensors made in inference mode cannot be kept for a backward, which torch would only notice after the exchange.
+
+    Raises:
+        InputError: one is there, another requires grad, and autograd records.
+    """
+    given = [x for x in tensors if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given) and any(x.is_inference() for x in given):
+        raise InputError(
+            "one of q, k, v and sink was made in torch.inference_mode and another requires grad; clone() it outside of inference mode, "
+            "or call under torch.no_grad()"
+        )
+
+
 def check_local_rows(q: torch.Tensor, k: torch.Tensor, plan: RankPlan) -> None:
     """The number of local rows against the plan; what q, k and v must share is kernels/select.py's part.
 
@@ -72,7 +86,8 @@ def check_agreement(
     """Raise the same InputError on every rank when they differ in anything a call must share. Collective."""
     facts = {
         **{name: f"{tuple(x.shape[1:])} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v))},
-        "k or v requires grad": k.requires_grad or v.requires_grad,
+        "q, k or v requires grad": q.requires_grad or k.requires_grad or v.requires_grad,  # a backward that exchanges keys runs
+        "k or v requires grad": k.requires_grad or v.requires_grad,  # and returns their gradients
         "sink": None if sink is None else tuple(sink.shape[-2:]),
         **options,
         "steps": (len(plan.forward), len(plan.backward)),

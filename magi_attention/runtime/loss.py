@@ -91,15 +91,16 @@ def reduce_loss(
         count = checked_count("count", count, 0, 1 << 53)
     elif require_tensor("count", count, "of one number").numel() != 1 or count.is_meta or count.is_complex():
         raise InputError(f"count has shape {tuple(count.shape)}, {count.dtype}; it must be one number, e.g. (labels != -100).sum()")
-    mean: torch.Tensor = _ReduceLoss.apply(loss_sum.reshape(()), count, group, grad_reduction)  # type: ignore[no-untyped-call]
+    mean: torch.Tensor = _ReduceLoss.apply(loss_sum.reshape(()), count, group, grad_reduction)[0]  # type: ignore[no-untyped-call]
     return mean
 
 
 class _ReduceLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, loss_sum: torch.Tensor, count: torch.Tensor | int, group: dist.ProcessGroup | None, grad_reduction: str
-    ) -> torch.Tensor:
+        loss_sum: torch.Tensor, count: torch.Tensor | int, group: dist.ProcessGroup | None, grad_reduction: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(mean loss, its derivative by this rank's loss_sum)."""
         # float64 counts tokens exactly up to 2^53 and adds losses of many ranks without a rounding of its own
         totals = torch.zeros(2, dtype=torch.float64, device=loss_sum.device)
         totals[0] = loss_sum
@@ -109,11 +110,17 @@ class _ReduceLoss(torch.autograd.Function):
             all_reduce(totals, group, "the loss")
             num_ranks = dist.get_world_size(group)
         weight = 1.0 / totals[1].clamp(min=1.0)
-        ctx.weight = weight * (num_ranks if grad_reduction == "avg" else 1)
-        ctx.input_dtype = loss_sum.dtype
         dtype = loss_sum.dtype if loss_sum.dtype == torch.float64 else torch.float32
-        return (totals[0] * weight).to(dtype)
+        return (totals[0] * weight).to(dtype), weight * (num_ranks if grad_reduction == "avg" else 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return (grad.to(torch.float64) * ctx.weight).to(ctx.input_dtype), None, None, None
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        derivative = output[1]
+        ctx.mark_non_differentiable(derivative)
+        ctx.save_for_backward(derivative)
+        ctx.input_dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> Any:
+        (derivative,) = ctx.saved_tensors
+        return (grad.to(torch.float64) * derivative).to(ctx.input_dtype), None, None, None

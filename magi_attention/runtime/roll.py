@@ -7,6 +7,7 @@ The gradient travels the same exchange backwards.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy.typing as npt
@@ -15,7 +16,8 @@ import torch
 from magi_attention.arguments import flag, integer
 from magi_attention.comm import group_cast
 from magi_attention.plan.types import Exchange
-from magi_attention.runtime.rows import TokenOwners, require_fill, require_tokens, rows_back, rows_first, sum_rows, uploaded
+from magi_attention.runtime.rows import TokenOwners, as_bits, require_fill, require_tokens, rows_back, rows_first, sum_rows, uploaded
+from magi_attention.runtime.second_order import first_order
 from magi_attention.runtime.tokens import document_borders
 
 
@@ -61,19 +63,31 @@ def roll(
 class _Roll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_local: torch.Tensor, exchange: Exchange, filled: torch.Tensor | None, owners: TokenOwners, dim: int, fill_value: float
+        x_local: torch.Tensor, exchange: Exchange, filled: torch.Tensor | None, owners: TokenOwners, dim: int, fill_value: float
     ) -> torch.Tensor:
-        ctx.exchange, ctx.filled, ctx.owners, ctx.dim = exchange, filled, owners, dim
         rows = group_cast(exchange, [rows_first(x_local, dim)], owners.group, timeout_s=owners.timeout_s, what="roll").wait()[0]
         if filled is not None:
             whole = torch.full((owners.num_local_tokens, *rows.shape[1:]), fill_value, dtype=rows.dtype, device=rows.device)
             whole[owners.num_real_local_tokens :] = 0
-            rows = whole.index_copy_(0, filled, rows)
+            as_bits(whole).index_copy_(0, filled, as_bits(rows))
+            rows = whole
         return rows_back(rows, dim)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.exchange, ctx.filled, ctx.owners, ctx.dim, _ = inputs
+
+    @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        rows = rows_first(grad, ctx.dim)
-        if ctx.filled is not None:
-            rows = rows.index_select(0, ctx.filled)
-        return rows_back(sum_rows(ctx.exchange, rows, ctx.owners, "gradient of roll"), ctx.dim), None, None, None, None, None
+        gradients = functools.partial(_roll_gradients, ctx.exchange, ctx.owners, ctx.dim)
+        return *first_order("roll", gradients, grad, ctx.filled), None, None, None, None, None
+
+
+def _roll_gradients(
+    exchange: Exchange, owners: TokenOwners, dim: int, grad: torch.Tensor, filled: torch.Tensor | None
+) -> tuple[torch.Tensor]:
+    """Every row's gradient back to where the row came from."""
+    rows = rows_first(grad, dim)
+    if filled is not None:
+        rows = rows.index_select(0, filled)
+    return (rows_back(sum_rows(exchange, rows, owners, "gradient of roll"), dim),)

@@ -149,10 +149,19 @@ def rows_back(rows: torch.Tensor, dim: int) -> torch.Tensor:
     return rows.movedim(0, dim).contiguous()
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_bits(rows: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as integers of its size: torch moves rows of every integer, not of every small float or unsigned dtype."""
+    dtype = _BITS.get(rows.element_size())
+    return rows if dtype is None else rows.view(dtype)
+
+
 def sum_rows(exchange: Exchange, rows: torch.Tensor, owners: TokenOwners, what: str) -> torch.Tensor:
     """The transpose of a cast: [num_rows_in, ...], the sum of what all ranks hold for each row, in rank order and fp32 (fp64)."""
     if rows.is_complex():
-        return torch.view_as_complex(sum_rows(exchange, torch.view_as_real(rows), owners, what))
+        return torch.view_as_complex(sum_rows(exchange, torch.view_as_real(rows.resolve_conj()), owners, what))
     sum_dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     total = torch.zeros((exchange.num_rows_in, *rows.shape[1:]), dtype=sum_dtype, device=rows.device)
     group_reduce(exchange, [rows], owners.group, into=[total], timeout_s=owners.timeout_s, what=what).wait()

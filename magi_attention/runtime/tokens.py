@@ -6,6 +6,7 @@ when a key pads (uneven_shard=False) the padded tail exists only on the ranks.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from magi_attention.arguments import flag, int_array
 from magi_attention.comm import gather_rows, scatter_reduce_rows
 from magi_attention.errors import InputError
 from magi_attention.runtime.rows import TokenOwners, require_fill, require_tensor, require_tokens, rows_back, rows_first
+from magi_attention.runtime.second_order import first_order
 
 
 def dispatch(x: torch.Tensor, owners: TokenOwners, *, dim: int = 0, pad_value: float = 0.0) -> torch.Tensor:
@@ -68,31 +70,49 @@ def undispatch(x_local: torch.Tensor, owners: TokenOwners, *, dim: int = 0, is_p
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, owners: TokenOwners, dim: int, pad_value: float) -> torch.Tensor:
-        ctx.owners, ctx.dim = owners, dim
+    def forward(x: torch.Tensor, owners: TokenOwners, dim: int, pad_value: float) -> torch.Tensor:
         return _take_local(x, owners, dim, pad_value)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.owners, ctx.dim, _ = inputs
+
+    @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _gather(grad, ctx.owners, ctx.dim, "gradient of dispatch"), None, None, None
+        gradients = functools.partial(_dispatch_gradients, ctx.owners, ctx.dim)
+        return *first_order("dispatch", gradients, grad), None, None, None
 
 
 class _Undispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_local: torch.Tensor, owners: TokenOwners, dim: int, is_partial_grad: bool) -> torch.Tensor:
-        ctx.owners, ctx.dim, ctx.is_partial_grad = owners, dim, is_partial_grad
+    def forward(x_local: torch.Tensor, owners: TokenOwners, dim: int, is_partial_grad: bool) -> torch.Tensor:
         return _gather(x_local, owners, dim, "undispatch")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.owners, ctx.dim, ctx.is_partial_grad = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         owners, dim = ctx.owners, ctx.dim
         if not ctx.is_partial_grad:
             return _take_local(grad, owners, dim, 0.0), None, None, None
-        rows = rows_first(torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad, dim)
-        if owners.num_padded_tokens:
-            rows = torch.cat([rows, rows.new_zeros((owners.num_padded_tokens, *rows.shape[1:]))])
-        summed = scatter_reduce_rows(rows, owners.routes.dispatch, owners.group, timeout_s=owners.timeout_s, what="gradient of undispatch")
-        return rows_back(torch.view_as_complex(summed) if grad.is_complex() else summed, dim), None, None, None
+        gradients = functools.partial(_undispatch_gradients, owners, dim)
+        return *first_order("undispatch with is_partial_grad=True", gradients, grad), None, None, None
+
+
+def _dispatch_gradients(owners: TokenOwners, dim: int, grad: torch.Tensor) -> tuple[torch.Tensor]:
+    return (_gather(grad, owners, dim, "gradient of dispatch"),)
+
+
+def _undispatch_gradients(owners: TokenOwners, dim: int, grad: torch.Tensor) -> tuple[torch.Tensor]:
+    """This rank's rows of the sum of all ranks' gradients."""
+    rows = rows_first(grad, dim)
+    parts = torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows
+    if owners.num_padded_tokens:
+        parts = torch.cat([parts, parts.new_zeros((owners.num_padded_tokens, *parts.shape[1:]))])
+    summed = scatter_reduce_rows(parts, owners.routes.dispatch, owners.group, timeout_s=owners.timeout_s, what="gradient of undispatch")
+    return (rows_back(torch.view_as_complex(summed) if rows.is_complex() else summed, dim),)
 
 
 def _take_local(x: torch.Tensor, owners: TokenOwners, dim: int, pad_value: float) -> torch.Tensor:

@@ -59,14 +59,14 @@ def test_a_window_longer_than_every_document_is_no_window() -> None:
         (WINDOW, True, 31, "sliding_window=31.*31 tokens back"),
     ],
 )
-def test_disagreeing_calls_are_refused(mask: dict[str, Any], is_causal: bool, sliding_window: int | None, words: str) -> None:
+def test_d10_disagreeing_calls_are_refused(mask: dict[str, Any], is_causal: bool, sliding_window: int | None, words: str) -> None:
     with pytest.raises(InputError, match=words):
         check_agreement(varlen_key(**mask), is_causal, sliding_window)
     with pytest.raises(InputError, match=words):
         call(KeyedAttention(varlen_key(**mask)), SimpleNamespace(is_causal=is_causal), sliding_window=sliding_window)
 
 
-def test_masks_beside_the_key_are_refused() -> None:
+def test_d10_masks_beside_the_key_are_refused() -> None:
     attention = KeyedAttention(varlen_key())
     with pytest.raises(InputError, match=r"attention_mask of shape \(1, 1, 512, 512\)"):
         call(attention, attention_mask=torch.zeros(1, 1, 512, 512))
@@ -78,7 +78,7 @@ def test_masks_beside_the_key_are_refused() -> None:
         attention(SimpleNamespace(), *(x.transpose(0, 1).expand(2, -1, -1, -1) for x in local_tensors()), None)
 
 
-def test_a_layer_that_never_came_is_reported_at_step_end() -> None:
+def test_d10_a_layer_that_never_came_is_reported_at_step_end() -> None:
     layers = [SimpleNamespace(is_causal=True, window=31), SimpleNamespace(is_causal=True, window=-1)]
     keys = {window: varlen_key(causal=True, window_size=(window, 0)) for window in (31, -1)}
     attention = KeyedAttention(lambda module: keys[module.window])

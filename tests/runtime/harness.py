@@ -63,6 +63,7 @@ class Problem:
     has_overlap: bool = True
     sink_grad_reduce: str | None = None
     num_nodes: int = 1
+    deterministic: bool = False
     constants: tuple[tuple[str, float], ...] = ()  # inputs that hold one number everywhere
 
     @property
@@ -79,6 +80,7 @@ class Problem:
             dispatch_config=DispatchConfig(chunk_size=self.chunk_size, alg=self.alg),
             overlap_config=OverlapConfig(degree=self.degree, enable=self.has_overlap, min_chunk_size=1),
             sink_grad_reduce=self.sink_grad_reduce,
+            deterministic=self.deterministic,
         )
 
     def plan(self, cp_size: int, cp_rank: int, **options: Any) -> RankPlan:

@@ -126,8 +126,9 @@ def _stages(
 ) -> Generator[Transfer | HandOver, None, None]:
     payload = yield from _return_payload(level, partials, info)
     yield HandOver((payload,))
+    arrived = _Arrived(level, payload, partials)
     for peer in range(level.exchange.cp_size):
-        _accumulate_peer(level, peer, payload, partials, targets, accumulate)
+        arrived.accumulate(peer, targets, accumulate)
 
 
 def _return_payload(level: Level, partials: list[torch.Tensor], info: CallInfo) -> Generator[Transfer | HandOver, None, torch.Tensor]:
@@ -139,20 +140,17 @@ def _return_payload(level: Level, partials: list[torch.Tensor], info: CallInfo) 
     return payload
 
 
-def _accumulate_peer(
-    level: Level,
-    peer: int,
-    payload: torch.Tensor,
-    like: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    accumulate: Accumulate,
-) -> None:
-    order = send_order(level.exchange, payload.device)
-    if order.counts[peer] == 0:
-        return
-    parts = read(payload, order.num_rows, like)
-    for one_round in order.rounds[peer]:
-        accumulate(targets, one_round, [part[one_round.payload] for part in parts])
+class _Arrived:
+    """Partial rows of all peers, in wire order."""
+
+    def __init__(self, level: Level, payload: torch.Tensor, like: Sequence[torch.Tensor]) -> None:
+        self._order = send_order(level.exchange, payload.device)
+        self._parts = read(payload, self._order.num_rows, like)
+
+    def accumulate(self, peer: int, targets: Sequence[torch.Tensor], accumulate: Accumulate) -> None:
+        """Join the rows of one peer to `targets`."""
+        for one_round in self._order.rounds[peer]:
+            accumulate(targets, one_round, [part[one_round.payload] for part in self._parts])
 
 
 def _two_level_stages(
@@ -170,16 +168,18 @@ def _two_level_stages(
     num_local = inter.exchange.num_rows_in
     num_rows = num_local + inter.exchange.num_rows_out
     sums = [torch.full((num_rows, *x.shape[1:]), value, dtype=x.dtype, device=x.device) for x, value in zip(targets, empty, strict=True)]
+    arrived = _Arrived(intra, payload, partials)
     for peer in range(intra.exchange.cp_size):
-        _accumulate_peer(intra, peer, payload, partials, sums, accumulate)
+        arrived.accumulate(peer, sums, accumulate)
     own_node = [x[:num_local] for x in sums]
     relayed = [x[num_local:] for x in sums]
     payload = yield from _return_payload(inter, relayed, info)
     yield HandOver((payload, *sums))
+    arrived = _Arrived(inter, payload, relayed)
     for peer in range(inter.exchange.cp_size):
         if peer == node and num_local:
             accumulate(targets, Round(slice(0, num_local), ((0, num_local),), None), own_node)
-        _accumulate_peer(inter, peer, payload, relayed, targets, accumulate)
+        arrived.accumulate(peer, targets, accumulate)
 
 
 def add_rows(targets: Sequence[torch.Tensor], one_round: Round, parts: Sequence[torch.Tensor]) -> None:

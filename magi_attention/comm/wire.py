@@ -205,6 +205,9 @@ def read(payload: torch.Tensor, num_rows: int, like: Sequence[torch.Tensor]) -> 
     table = payload.view(num_rows, sum(widths))
     found, first = [], 0
     for x, width in zip(like, widths, strict=True):
+        if num_rows * width == 0:  # strides of nothing say nothing, but a dtype view insists on them
+            found.append(torch.empty((num_rows, *x.shape[1:]), dtype=x.dtype, device=payload.device))
+            continue
         part = table[:, first : first + width]
         if first % x.element_size() or sum(widths) % x.element_size():
             part = part.clone(memory_format=torch.contiguous_format)  # contiguous() keeps the odd stride of a single row

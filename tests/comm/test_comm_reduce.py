@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from magi_attention.comm import group_reduce, group_reduce_lse
+from magi_attention.comm import group_reduce, group_reduce_lse, reduce
 from magi_attention.comm.reduce import merge_partials
 from magi_attention.comm.reference import reduce_lse_reference, reduce_reference, two_level_reduce_reference
 from magi_attention.errors import InputError
@@ -63,6 +65,21 @@ def test_random_sums_equal_the_reference(rank_pool: RankPool, num_ranks: int) ->
                 assert_same_bits(per_rank[rank][idx][tensor], expected, f"seed {seed} rank {rank} tensor {tensor}")
 
 
+def _count_payload_copies(rank: int, num_ranks: int) -> int:
+    """bf16 beside fp32 in rows of 6 bytes: the fp32 half must be copied out of the payload to be read."""
+    exchange = make_exchanges(2, num_ranks)[rank]
+    partials = [torch.ones(exchange.num_rows_out, 1, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    into = [torch.zeros(exchange.num_rows_in, 1) for _ in partials]
+    with mock.patch.object(reduce, "read", wraps=reduce.read) as watched:
+        group_reduce(exchange, partials, None, into=into).wait()
+    assert torch.equal(into[0], into[1])
+    return watched.call_count
+
+
+def test_a_payload_is_read_once_and_not_once_per_peer(rank_pool: RankPool) -> None:
+    assert rank_pool.run(4, _count_payload_copies) == [1] * 4
+
+
 def _lse_inputs(seed: int, num_rows: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Partials as attention makes them: an empty row has lse -inf and out 0."""
     found = []
@@ -103,6 +120,16 @@ def test_random_merges_equal_the_reference(rank_pool: RankPool, num_ranks: int) 
             assert bool((out[lse == -math.inf] == 0).all())
             torch.testing.assert_close(out.double(), expected[rank][0], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(lse.double(), expected[rank][1], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [0, 4])
+@pytest.mark.parametrize("trailing", [(0,), (2, 0), (3,)])
+def test_rows_of_nothing_are_summed_like_others(num_rows: int, trailing: tuple[int, ...]) -> None:
+    runs = np.array([[0, 0, num_rows]] if num_rows else np.zeros((0, 3)), np.int32)
+    into = [torch.zeros(num_rows, *trailing) for _ in range(2)]
+    partials = [torch.ones(num_rows, *trailing), torch.ones(num_rows, *trailing, dtype=torch.bfloat16)]
+    sums = group_reduce(Exchange(1, num_rows, num_rows, runs, runs), partials, None, into=into).wait()
+    assert all(torch.equal(x, torch.ones(num_rows, *trailing)) for x in sums)
 
 
 def test_merge_identities() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from magi_attention import config as cfg
-from magi_attention.errors import InputError
+from magi_attention.errors import InputError, UnsupportedError
 from magi_attention.mask.builders import from_cu_seqlens
 from magi_attention.mask.slices import AttnMask
 from magi_attention.plan.build import PlanRequest
@@ -62,7 +63,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--degree", type=int, help="remote steps (default: chosen by the cost model)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="save a picture of the plan")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    return parser.parse_args(argv)
+    return parser.parse_args(_joined_window(sys.argv[1:] if argv is None else argv))
+
+
+def _joined_window(argv: list[str]) -> list[str]:
+    """`--window -1,0` as `--window=-1,0`: argparse takes a value that starts with a minus for an option."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] == "--window":
+            joined[-1] = f"--window={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -104,8 +116,8 @@ def plan(args: argparse.Namespace, mask: AttnMask) -> PlanSummary:
     if args.nodes < 1 or args.ranks % args.nodes:
         raise InputError(f"--nodes={args.nodes} must divide --ranks={args.ranks} evenly")
     heads = _numbers("--heads", args.heads.replace(":", " "))
-    if len(heads) != 2:
-        raise InputError(f"--heads={args.heads!r} must be query and key heads, e.g. 64:8")
+    if len(heads) != 2 or min(heads) < 1 or heads[0] % heads[1]:
+        raise InputError(f"--heads={args.heads!r} must be query and key heads, the first a multiple of the second, e.g. 64:8")
     config = cfg.DistAttnConfig(
         dispatch_config=cfg.DispatchConfig(alg=ALGORITHMS[args.alg], chunk_size=args.chunk_size),
         overlap_config=cfg.OverlapConfig(degree=args.degree),
@@ -134,7 +146,7 @@ def _direction(summary: DirectionSummary) -> dict[str, Any]:
         "send_bytes": _spread(summary.send_bytes),
         "time_us": slowest,
         "compute_us": _spread(summary.compute_us),
-        "efficiency": ideal / slowest if slowest > 0 else 1.0,
+        "efficiency": ideal / slowest if ideal > 0 else 1.0,
     }
 
 
@@ -200,15 +212,19 @@ def main(argv: list[str] | None = None) -> int:
         values = as_json(mask, summary, 1e3 * (time.perf_counter() - start))
         if args.plot is not None:
             plot_summary(summary, args.plot)
-    except (InputError, ImportError, OSError) as error:
+    except (InputError, UnsupportedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if args.json:
-        print(json.dumps(values, indent=1))
-    else:
-        print_text(values)
-        if args.plot is not None:
-            print(f"picture   {args.plot}")
+    try:
+        if args.json:
+            print(json.dumps(values, indent=1))
+        else:
+            print_text(values)
+            if args.plot is not None:
+                print(f"picture   {args.plot}")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) has seen enough; nothing more may be flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

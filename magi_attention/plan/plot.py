@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from magi_attention.errors import UnsupportedError
 from magi_attention.mask.plot import require_picture_ending
 from magi_attention.plan.types import DispatchPlan, Int64Array
 
@@ -27,7 +28,7 @@ def _figure(path: str | Path, width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as NewFigure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib; install it with: pip install 'magi-attention[plot]'") from error
+        raise UnsupportedError(f"pictures need matplotlib ({error}); pip install 'magi-attention[plot]'") from None
     figure = NewFigure(figsize=(width, height), layout="constrained")
     require_picture_ending(path, FigureCanvasAgg(figure))
     return figure

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,17 @@ def test_picture(tmp_path: Path, ranks: str) -> None:
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
+def test_an_unbounded_window_may_follow_a_blank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cu-seqlens", "0,10", "--ranks", "2", "--window", "-1,0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mask"]["area"] == 55
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    command = f"{sys.executable} -m magi_attention.plan --cu-seqlens 0,1000 --ranks 2 | head -n 1"
+    finished = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert finished.stdout.startswith("mask") and not finished.stderr
+
+
 def test_no_tokens_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cu-seqlens", "0", "--ranks", "4"]) == 0
     assert "0 visible pairs" in capsys.readouterr().out
@@ -64,8 +77,11 @@ def test_no_tokens_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
         (["--cu-seqlens", "0,10", "--ranks", "4097"], "--ranks=4097"),
         (["--cu-seqlens", "0,10", "--ranks", "6", "--nodes", "4"], "--nodes=4"),
         (["--cu-seqlens", "0,10", "--ranks", "2", "--heads", "8"], "--heads"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--heads", "7:2"], "--heads"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--heads", "8:0"], "--heads"),
         (["--cu-seqlens", "0,10", "--ranks", "2", "--window", "5"], "--window"),
         (["--cu-seqlens", "0,10", "--ranks", "2", "--window=-1,-3"], "window"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--window", "-1,-3"], "window"),
         (["--cu-seqlens", "0,10", "--ranks", "2", "--chunk-size", "0"], "chunk_size"),
         (["--cu-seqlens", "0,10", "--ranks", "2", "--degree", "0"], "degree"),
         (["--cu-seqlens", "nowhere.txt", "--ranks", "2"], "nowhere.txt"),

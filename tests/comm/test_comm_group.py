@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from magi_attention.comm import SINGLE, agree, comm_group, gather_rows, scatter_reduce_rows
+from magi_attention.comm import SINGLE, agree, comm_group, gather, gather_rows, scatter_reduce_rows
 from magi_attention.errors import InputError
+from magi_attention.plan.types import DispatchPlan, frozen_array
 from magi_attention.testing.workers import RankPool
 from tests.comm.random_exchanges import assert_same_bits, make_dispatch, random_tensor
 
@@ -176,6 +182,53 @@ def test_gather_and_scatter_reduce(rank_pool: RankPool, num_ranks: int) -> None:
             assert_same_bits(gathered, whole, f"gather seed {seed} rank {rank}")
             assert_same_bits(sums, total.bfloat16()[rows], f"sum seed {seed} rank {rank}")
             assert_same_bits(doubles, total_double[rows], f"fp64 sum seed {seed} rank {rank}")
+
+
+class _NewStorages(TorchDispatchMode):
+    """Bytes of every storage that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known]
+        self.sizes += [x.untyped_storage().nbytes() for x in made]
+        return result
+
+
+ROUND_BYTES = 1 << 16
+
+
+def _gather_in_rounds(rank: int, num_ranks: int) -> tuple[list[int], list[int]]:
+    """New storages of a gather and of its transpose, and whether both equal what one round gives; some ranks may own nothing."""
+    for seed in range(6):
+        dispatch = DispatchPlan(
+            4000, 16, num_ranks, frozen_array(np.random.default_rng(seed).integers(0, max(1, num_ranks - seed % 2), 250))
+        )
+        whole = random_tensor(seed, 4000, (32,), torch.float32)
+        local = whole[torch.from_numpy(dispatch.position_ids(rank))]
+        in_one = gather_rows(local, dispatch, None), scatter_reduce_rows(whole * (rank + 1), dispatch, None)
+        partial = whole * (rank + 1)
+        with mock.patch.object(gather, "ROUND_BYTES", ROUND_BYTES):
+            with _NewStorages() as forward:
+                gathered = gather_rows(local, dispatch, None)
+            with _NewStorages() as backward:
+                sums = scatter_reduce_rows(partial, dispatch, None)
+        assert torch.equal(gathered, in_one[0]) and torch.equal(gathered, whole) and torch.equal(sums, in_one[1]), f"seed {seed}"
+    return forward.sizes, backward.sizes
+
+
+def test_a_large_gather_holds_only_its_result_and_a_round(rank_pool: RankPool) -> None:
+    """Not the tensor once more to send and once more to receive."""
+    whole_bytes = 4000 * 32 * 4
+    for forward, backward in rank_pool.run(4, _gather_in_rounds):
+        assert sorted(forward)[-1] == whole_bytes, "the result"
+        assert sorted(forward)[-2] <= 1.5 * ROUND_BYTES
+        local_bytes = sorted(backward)[-1]
+        assert local_bytes < whole_bytes / 2 and sorted(backward)[-3] <= 1.5 * ROUND_BYTES, "fp32 sums and their copy, then rounds"
 
 
 def test_gather_refuses_wrong_rows() -> None:

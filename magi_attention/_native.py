@@ -54,7 +54,7 @@ def run(operation: str, **inputs: IntArray | int) -> dict[str, IntArray]:
 
     Raises:
         InputError: the solver refused the input.
-        RuntimeError: an invariant of the solver broke.
+        MemoryError: there is too little. RuntimeError: an invariant of the solver broke.
     """
     lib = _library()
     kept = []  # views handed to C++ must outlive the call
@@ -68,6 +68,8 @@ def run(operation: str, **inputs: IntArray | int) -> dict[str, IntArray]:
         status = lib.magi_run(operation.encode(), in_ptr, out_ptr)
         if status:
             text = lib.magi_last_error().decode()
+            if status == 3:
+                raise MemoryError(f"solver operation {operation} ran out of memory; use larger chunks, fewer slices or a machine with more")
             raise InputError(text) if status == 1 else RuntimeError(f"solver operation {operation}: {text}")
         return _copy_out(lib, out_ptr)
     finally:

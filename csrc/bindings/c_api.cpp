@@ -23,6 +23,9 @@ int guarded(Body body) noexcept {
     } catch (const magi::InputError& error) {
         last_error = error.what();
         return 1;
+    } catch (const std::bad_alloc&) {
+        last_error = "out of memory";
+        return 3;
     } catch (const std::exception& error) {
         last_error = error.what();
         return 2;

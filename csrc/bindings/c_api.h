@@ -25,7 +25,7 @@ MAGI_API int magi_arrays_set(magi_arrays* arrays, const char* name, const void* 
 MAGI_API const char* magi_arrays_name(const magi_arrays* arrays, int64_t idx);
 MAGI_API int magi_arrays_get(const magi_arrays* arrays, const char* name, const void** data, int64_t* count, int32_t* item_bytes);
 
-// Runs one operation. Returns 0; 1: the caller's input is wrong; 2: an invariant of ours broke. magi_last_error tells.
+// Runs one operation. Returns 0; 1: the caller's input is wrong; 2: an invariant of ours broke; 3: out of memory. magi_last_error tells.
 MAGI_API int magi_run(const char* operation, const magi_arrays* inputs, magi_arrays* outputs);
 // Text of this thread's last failure; valid until the thread's next call.
 MAGI_API const char* magi_last_error(void);

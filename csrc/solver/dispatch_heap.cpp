@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "solver/dispatch.h"
+#include "solver/remote_rows.h"
 
 namespace magi {
 
@@ -93,14 +94,15 @@ Owners topp_heap_owners(const DispatchDesc& desc, int64_t max_tokens, int64_t to
     constexpr int64_t kMaxLookedAt = 16;  // bounds the work on a thousand ranks
     const std::vector<int32_t> order = chunks_by_falling_area(desc);
     const int64_t looked_at = std::clamp<int64_t>((desc.cp_size * top_p_ppm + 999999) / 1000000, 1, kMaxLookedAt);
-    // One bit per rank and key chunk: does the rank need keys of it already?
-    int64_t max_key = 0;
-    for (const Interval need : desc.needs->intervals) max_key = std::max<int64_t>(max_key, need.end);
-    const int64_t words = (max_key / desc.grid.chunk_size + 64) / 64;
+    // One bit per rank and cell of keys: does the rank need some of it already? Cells are chunks until looking gets long.
+    constexpr int64_t kWordsLookedAt = int64_t{1} << 28, kMinWords = 16;
+    const int64_t max_words = std::max(kMinWords, kWordsLookedAt / std::max<int64_t>(1, desc.num_chunks() * looked_at));
+    const ChunkGrid cells = key_cells(*desc.needs, desc.grid, max_words * 64);
+    const int64_t words = (cells.num_chunks() + 63) / 64;
     std::vector<uint64_t> needed(words * desc.cp_size, 0);
     const auto for_each_word = [&](int32_t chunk, auto visit) {
         for (const Interval need : desc.needs->of(chunk)) {
-            const int64_t first = need.start / desc.grid.chunk_size, last = (need.end - 1) / desc.grid.chunk_size;
+            const int64_t first = need.start / cells.chunk_size, last = (need.end - 1) / cells.chunk_size;
             for (int64_t word = first / 64; word <= last / 64; ++word) {
                 const uint64_t low = word == first / 64 ? ~uint64_t{0} << (first % 64) : ~uint64_t{0};
                 const uint64_t high = word == last / 64 ? ~uint64_t{0} >> (63 - last % 64) : ~uint64_t{0};

@@ -46,11 +46,18 @@ int64_t remote_rows(const ChunkGrid& grid, const ChunkNeeds& needs, std::span<co
 
 namespace {
 
+constexpr int64_t kMinKeyCells = 1 << 16;
+
+int64_t max_key(const ChunkNeeds& needs) {
+    int64_t end = 0;
+    for (const Interval need : needs.intervals) end = std::max<int64_t>(end, need.end);
+    return end;
+}
+
 // Marks, for each key chunk, the outermost query chunk that sees it. Chunks are visited from the outside in, so the first mark
 // is final and marked key chunks are skipped: near-linear.
-std::vector<int64_t> outermost_reader(const ChunkNeeds& needs, const ChunkGrid& grid, int64_t num_key_chunks, bool is_last) {
-    const int64_t n = grid.num_chunks();
-    std::vector<int64_t> reader(num_key_chunks, -1), skip(num_key_chunks + 1);
+std::vector<int64_t> outermost_reader(const ChunkNeeds& needs, int64_t n, const ChunkGrid& keys, bool is_last) {
+    std::vector<int64_t> reader(keys.num_chunks(), -1), skip(keys.num_chunks() + 1);
     std::iota(skip.begin(), skip.end(), 0);
     const auto next_unmarked = [&](int64_t at) {
         while (skip[at] != at) at = skip[at] = skip[skip[at]];
@@ -59,8 +66,8 @@ std::vector<int64_t> outermost_reader(const ChunkNeeds& needs, const ChunkGrid& 
     for (int64_t i = 0; i < n; ++i) {
         const int64_t chunk = is_last ? n - 1 - i : i;
         for (const Interval need : needs.of(chunk)) {
-            const int64_t last = (need.end - 1) / grid.chunk_size;
-            for (int64_t at = next_unmarked(need.start / grid.chunk_size); at <= last; at = next_unmarked(at)) {
+            const int64_t last = (need.end - 1) / keys.chunk_size;
+            for (int64_t at = next_unmarked(need.start / keys.chunk_size); at <= last; at = next_unmarked(at)) {
                 reader[at] = chunk;
                 skip[at] = at + 1;
             }
@@ -71,23 +78,27 @@ std::vector<int64_t> outermost_reader(const ChunkNeeds& needs, const ChunkGrid& 
 
 }  // namespace
 
+ChunkGrid key_cells(const ChunkNeeds& needs, const ChunkGrid& grid, int64_t max_cells) {
+    const int64_t end = max_key(needs);
+    return {end, std::max(grid.chunk_size, (end + max_cells - 1) / max_cells)};
+}
+
 std::vector<int64_t> border_rows(const ChunkGrid& grid, const ChunkNeeds& needs, bool owns_keys) {
     const int64_t n = grid.num_chunks();
-    int64_t max_key = 0;
-    for (const Interval need : needs.intervals) max_key = std::max<int64_t>(max_key, need.end);
-    const int64_t num_key_chunks = (max_key + grid.chunk_size - 1) / grid.chunk_size;
-    const std::vector<int64_t> last = outermost_reader(needs, grid, num_key_chunks, true);
-    const std::vector<int64_t> first = outermost_reader(needs, grid, num_key_chunks, false);
+    // Keys that have a place among the queries are cut as those are. Else there may be far more of them than queries.
+    const ChunkGrid keys = owns_keys ? ChunkGrid{max_key(needs), grid.chunk_size} : key_cells(needs, grid, std::max(n, kMinKeyCells));
+    const std::vector<int64_t> last = outermost_reader(needs, n, keys, true);
+    const std::vector<int64_t> first = outermost_reader(needs, n, keys, false);
     // A key chunk adds its rows to every border between its own place (or its first reader's, when keys have no place among the
     // queries) and its outermost readers.
     std::vector<int64_t> rows(n + 2, 0);
-    for (int64_t key = 0; key < num_key_chunks; ++key) {
+    for (int64_t key = 0; key < keys.num_chunks(); ++key) {
         if (last[key] < 0) continue;
         const int64_t low = owns_keys ? std::min(first[key], key) : first[key];
         const int64_t high = owns_keys ? std::max(last[key], key) : last[key];
         if (low >= high || low >= n) continue;
-        rows[low + 1] += grid.chunk_size;
-        rows[std::min(high, n) + 1] -= grid.chunk_size;
+        rows[low + 1] += keys.chunk_size;
+        rows[std::min(high, n) + 1] -= keys.chunk_size;
     }
     for (int64_t border = 1; border <= n; ++border) rows[border] += rows[border - 1];
     rows.resize(n + 1);

@@ -26,8 +26,11 @@ struct RankChunks {
 };
 RankChunks chunks_by_rank(std::span<const int32_t> owner, int32_t cp_size);
 
+// The needed keys in cells of at least a chunk, at most max_cells of them: bounded work also where keys outnumber queries by far.
+ChunkGrid key_cells(const ChunkNeeds& needs, const ChunkGrid& grid, int64_t max_cells);
+
 // Estimate of the rows that travel because ranks change between chunk b - 1 and chunk b, for b in [0, num_chunks]:
-// key rows on one side that some query on the other side sees, counted in whole chunks. 0 exactly where nothing crosses.
+// key rows on one side that some query on the other side sees, counted in whole chunks or cells. 0 exactly where nothing crosses.
 std::vector<int64_t> border_rows(const ChunkGrid& grid, const ChunkNeeds& needs, bool owns_keys);
 
 }  // namespace magi

@@ -21,6 +21,7 @@ _ALGORITHMS = (
     "dynamic_programming",
     "binary_search",
 )
+MAX_CHUNKS = 1 << 23  # what 2^30 tokens are in chunks of a kernel tile; each costs the solver some hundred bytes
 _KEEP_ORDER = ("contiguous", "dynamic_programming", "binary_search")
 # Order of DispatchWay in csrc/solver/dispatch.h.
 _WAYS = ("as named", "one contiguous run per rank", "few runs per rank (ring cut)", "heap and local search")
@@ -53,9 +54,11 @@ def solve_dispatch(
         The plan, and one sentence for each thing that was chosen.
 
     Raises:
-        InputError: cp_size < 1; uneven_shard=False and tokens that do not divide into equal shares of whole chunks.
+        InputError: cp_size < 1; more than MAX_CHUNKS chunks; an unknown algorithm; uneven_shard=False and tokens that do not divide into equal shares of whole chunks.
     """
     _check(mask.total_q, cp_size, config)
+    if config.alg.name not in _ALGORITHMS:
+        raise InputError(f"alg={config.alg!r} has the unknown name {config.alg.name!r}; the solver has {', '.join(_ALGORITHMS)}")
     alg = config.alg if is_permutable or config.alg.name in _KEEP_ORDER else ContiguousDispatchAlg()
     solved = _native.run(
         "solve_dispatch",
@@ -123,6 +126,12 @@ def _check(total_tokens: int, cp_size: int, config: DispatchConfig, what: str = 
         raise InputError(f"cp_size={cp_size!r} must be at least 1; pass the number of ranks of the group")
     if total_tokens > MAX_TOKENS:
         raise InputError(f"{what}={total_tokens} must be at most {MAX_TOKENS}; split the sequence")
+    num_chunks = -(-total_tokens // (config.chunk_size or total_tokens or 1))
+    if num_chunks > MAX_CHUNKS:
+        raise InputError(
+            f"chunk_size={config.chunk_size} cuts {what}={total_tokens} in {num_chunks} chunks; at most {MAX_CHUNKS} are planned: "
+            f"use chunk_size={-(-total_tokens // MAX_CHUNKS)} or more, or None to let the solver choose"
+        )
     share = cp_size * (config.chunk_size or 1)
     if not config.uneven_shard and total_tokens % share:
         name = "cp_size * chunk_size" if config.chunk_size else "cp_size"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -282,3 +284,48 @@ def test_wrong_shares_are_named() -> None:
     q_plan, _ = solve_dispatch(mask, 3, DispatchConfig())
     with pytest.raises(InputError, match="total_k=100"):
         dispatch_keys(mask, q_plan, DispatchConfig(uneven_shard=False))
+
+
+# ---- sizes that once took all memory, or for ever ----
+
+LARGEST = UNBOUNDED - 1
+FEW_QUERIES = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+from magi_attention.config import DispatchConfig, MinHeapDispatchAlg, ToppHeapDispatchAlg
+from magi_attention.mask.slices import UNBOUNDED, AttnMask
+from magi_attention.plan.dispatch import solve_dispatch
+mask = AttnMask.from_slices([[0, 5, 0, {LARGEST}, -UNBOUNDED, UNBOUNDED]], 5, {LARGEST})
+for alg in (MinHeapDispatchAlg(), ToppHeapDispatchAlg()):
+    plan, _ = solve_dispatch(mask, 3, DispatchConfig(alg=alg), is_same_source=False)
+    print(sorted(plan.rank_tokens.tolist()))
+"""
+
+
+def test_few_queries_on_a_billion_keys_need_no_memory_per_key() -> None:
+    """In a process that may not have more than 4 GiB of addresses."""
+    done = subprocess.run([sys.executable, "-c", FEW_QUERIES], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["[1, 2, 2]"] * 2, done.stderr
+
+
+@pytest.mark.timeout(60)
+def test_shared_keys_of_two_million_chunks_are_looked_at_in_cells() -> None:
+    """The work was quadratic in chunks: minutes here."""
+    total = 1 << 28
+    mask = AttnMask.from_slices([[0, total, 0, total, -UNBOUNDED, 0]], total, total)
+    plan, _ = solve_dispatch(mask, 6, DispatchConfig(alg=ToppHeapDispatchAlg(top_p=1.0), chunk_size=128))
+    assert plan.rank_tokens.sum() == total and len(set(plan.chunk_owner.tolist())) == 6
+
+
+def test_chunks_without_number_and_unknown_algorithms_are_refused() -> None:
+    mask = AttnMask.from_slices([[0, LARGEST, 0, LARGEST, -UNBOUNDED, 0]], LARGEST, LARGEST)
+    with pytest.raises(InputError, match=r"chunk_size=1 .* 1073741823 chunks.*use chunk_size=128 or more"):
+        solve_dispatch(mask, 8, DispatchConfig(chunk_size=1))
+
+    class Mine(DispatchAlg):
+        @property
+        def name(self) -> str:
+            return "mine"
+
+    with pytest.raises(InputError, match=r"unknown name 'mine'.*min_heap"):
+        solve_dispatch(documents([100]), 2, DispatchConfig(alg=Mine()))

@@ -6,12 +6,16 @@ is then one contiguous run of every matmul, and grouped-query attention copies n
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from magi_attention.kernels.spans import Span
 from magi_attention.kernels.work import Tile
 
 BLOCK_COLUMNS = 512  # keys per matmul
@@ -45,7 +49,7 @@ class Heads:
         view = self.tile_view(x, tile)
         rows = torch.empty(view.shape, dtype=dtype, device=x.device).copy_(view)
         if tile.dead_rows is not None:
-            rows.index_fill_(1, torch.from_numpy(tile.dead_rows).to(x.device), 0)
+            rows.index_fill_(1, uploaded(tile, "dead_rows", tile.dead_rows, x.device), 0)
         return rows.flatten(1, 2)
 
 
@@ -92,8 +96,8 @@ def tile_blocks(tile: Tile, group_size: int, dtype: torch.dtype, device: torch.d
     """The blocks of a tile in ascending order of keys, spans cut into about equal parts of at most BLOCK_COLUMNS."""
     for span in tile.spans:
         rows = slice(span.row_start * group_size, span.row_end * group_size)
-        index = None if span.k_index is None else torch.from_numpy(span.k_index).to(device)
-        bounds = None if span.bounds is None else torch.from_numpy(span.bounds).to(device)
+        index = None if span.k_index is None else uploaded(span, "k_index", span.k_index, device)
+        bounds = None if span.bounds is None else uploaded(span, "bounds", span.bounds, device)
         num_blocks = -(-span.num_keys // BLOCK_COLUMNS)
         for idx in range(num_blocks):
             begin, end = span.num_keys * idx // num_blocks, span.num_keys * (idx + 1) // num_blocks
@@ -122,4 +126,17 @@ def head_major(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, H, width] as [H, T, width] in `dtype`: a view when a matmul can read it in place, else a copy."""
     if x.dtype == dtype and x.stride(2) == 1 and x.stride(0) >= x.shape[2]:
         return x.transpose(0, 1)
-    return x.to(dtype).transpose(0, 1).contiguous()
+    return torch.empty((x.shape[1], x.shape[0], x.shape[2]), dtype=dtype, device=x.device).copy_(x.transpose(0, 1))
+
+
+_uploads: weakref.WeakKeyDictionary[Tile | Span, dict[tuple[str, torch.device], Tensor]] = weakref.WeakKeyDictionary()
+
+
+def uploaded(owner: Tile | Span, name: str, indices: npt.NDArray[np.integer], device: torch.device) -> Tensor:
+    """An array of a work list as a tensor on `device`. Copied to a GPU once and kept as long as the work list: a copy stops the host."""
+    if device.type == "cpu":
+        return torch.from_numpy(indices)
+    of_owner = _uploads.setdefault(owner, {})
+    if (name, device) not in of_owner:
+        of_owner[name, device] = torch.from_numpy(indices).to(device)
+    return of_owner[name, device]

@@ -11,6 +11,7 @@ from magi_attention.comm import comm_group, gather_rows, group_cast, group_reduc
 from magi_attention.comm.reference import cast_reference, reduce_lse_reference, reduce_reference
 from magi_attention.testing.workers import RankPool
 from tests.comm.random_exchanges import assert_same_bits, make_dispatch, make_exchanges, random_rows, random_tensor
+from tests.no_host_wait import no_host_wait
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,20 +112,13 @@ def test_merge_and_gather(cuda_pool: tuple[RankPool, int]) -> None:
         assert_same_bits(sums, (whole.float() * num_ranks).bfloat16()[rows], f"scatter rank {rank}")
 
 
-def _host_waits(rank: int, num_ranks: int) -> None:
+def test_no_host_wait() -> None:
     """With one rank nothing may make the host wait, once the index tensors are on the device."""
     (exchange,) = make_exchanges(5, 1, 300)
     x = torch.randn(exchange.num_rows_in, 2, 4, device="cuda")
     partial = torch.randn(exchange.num_rows_out, 2, 4, device="cuda")
-    for mode in ("default", "error"):
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
+    for waits_are_errors in (False, True):
+        with no_host_wait(waits_are_errors):
             group_cast(exchange, [x, x], None).wait()
             group_reduce(exchange, [partial], None, into=[x]).wait()
             group_reduce_lse(exchange, partial, partial[..., 0].contiguous(), None, out=x, lse=x[..., 0].contiguous()).wait()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def test_no_host_wait() -> None:
-    _host_waits(0, 1)

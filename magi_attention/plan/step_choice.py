@@ -147,7 +147,7 @@ def choose_steps(problem: PlanProblem, candidates: Candidates, *, is_backward: b
         rank_send_rows=candidates.rank_send_rows,
         loads=candidates.loads[best],
         rank_times_us=times[best],
-        reason=_reason(problem, direction, candidates.wanted, degree, float(times[best].max())),
+        reason=_reason(problem, direction, candidates, degree, float(times[best].max())),
     )
 
 
@@ -188,15 +188,26 @@ def _read_loads(found: dict[str, _native.IntArray], index: int, problem: PlanPro
     )
 
 
-def _reason(problem: PlanProblem, direction: str, wanted: list[int], degree: int, time_us: float) -> str:
+def _reason(problem: PlanProblem, direction: str, candidates: Candidates, degree: int, time_us: float) -> str:
     overlap = problem.overlap
     if degree == 0:
         return f"{direction}: no rank needs remote keys, so nothing is exchanged."
     steps = f"{degree} remote step{'s' if degree > 1 else ''} ({overlap.alg.name})"
     if not overlap.enable:
         return f"{direction}: {steps} because overlap is off."
-    if len(wanted) == 1:
-        short = f", fewer than degree={wanted[0]} because rows do not suffice for min_chunk_size={overlap.min_chunk_size}"
-        return f"{direction}: {steps} as configured{short if degree < wanted[0] else ''}."
+    most = max(candidates.degrees)
+    asked = overlap.dynamic_max_degree if overlap.degree is None else overlap.degree
+    limits = f", fewer than the {asked} asked for: {_limit(problem, candidates.wanted[-1], most, asked)}" if most < asked else ""
+    if overlap.degree is not None:
+        return f"{direction}: {steps} as configured{limits}."
     machine = problem.cost.machine.name
-    return f"{direction}: {steps}, best of up to {wanted[-1]} on {machine}: {time_us:.0f} us predicted on the slowest rank."
+    return f"{direction}: {steps}, best of up to {most} on {machine}: {time_us:.0f} us predicted on the slowest rank{limits}."
+
+
+def _limit(problem: PlanProblem, wanted: int, most: int, asked: int) -> str:
+    """Why no split has the number of steps that was asked for."""
+    overlap = problem.overlap
+    if wanted < asked and most == wanted:
+        return f"max_num_chunks={overlap.max_num_chunks}"
+    rows = f"rows do not suffice for min_chunk_size={overlap.min_chunk_size}"
+    return f"each step takes what the compute before it hides, or {rows}" if problem.is_greedy else rows

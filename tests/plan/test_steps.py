@@ -119,6 +119,20 @@ def test_reasons_say_what_was_chosen() -> None:
     assert any("2 remote steps" in reason and "min_chunk_size=64" in reason for reason in plans[0].reasons), plans[0].reasons
 
 
+def test_reasons_say_why_fewer_steps_came_than_were_asked_for() -> None:
+    def reason(config: DistAttnConfig) -> str:
+        return choice_of(causal(2048), contiguous_dispatch(2048, 4), config).reason
+
+    assert reason(overlap(3)) == "forward: 3 remote steps (uniform) as configured."
+    assert "3 remote steps (greedy) as configured, fewer than the 8 asked for: max_num_chunks=3" in reason(
+        overlap(8, greedy=True, max_num_chunks=3, calc_cost_factor=1e-6)
+    )
+    hidden = reason(overlap(8, greedy=True, calc_cost_factor=1e6))
+    assert "1 remote step (greedy)" in hidden and "each step takes what the compute before it hides" in hidden
+    assert "best of up to 3" in reason(overlap(None, min_rows=512)) and "min_chunk_size=512" in reason(overlap(None, min_rows=512))
+    assert "asked for" not in reason(overlap(None))
+
+
 # ---- greedy ----
 
 

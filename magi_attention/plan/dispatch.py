@@ -54,7 +54,8 @@ def solve_dispatch(
         The plan, and one sentence for each thing that was chosen.
 
     Raises:
-        InputError: cp_size < 1; more than MAX_CHUNKS chunks; an unknown algorithm; uneven_shard=False and tokens that do not divide into equal shares of whole chunks.
+        InputError: cp_size < 1; more than MAX_CHUNKS chunks; an unknown algorithm; uneven_shard=False and tokens that do not divide into
+            equal shares of whole chunks.
     """
     _check(mask.total_q, cp_size, config)
     if config.alg.name not in _ALGORITHMS:

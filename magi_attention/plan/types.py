@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import overload
 
@@ -62,7 +63,9 @@ class DispatchPlan:
         ends = np.minimum(last * self.chunk_size, self.total_tokens).astype(np.int32)
         runs = np.stack([starts, ends], axis=1)
         owners = owner[first]
-        return tuple(frozen_array(runs[owners == rank]) for rank in range(self.cp_size))
+        by_owner = np.argsort(owners, kind="stable")
+        cuts = np.searchsorted(owners[by_owner], np.arange(self.cp_size + 1))
+        return tuple(frozen_array(runs[by_owner[start:end]]) for start, end in itertools.pairwise(cuts))
 
     @functools.cached_property
     def rank_tokens(self) -> Int64Array:
@@ -87,7 +90,7 @@ class Exchange:
     Attributes:
         cp_size: number of ranks, R.
         num_rows_in: rows of the local source buffer that send runs index.
-        num_rows_out: rows of the receive buffer that recv runs tile exactly once (rows no run covers only in `roll` fills).
+        num_rows_out: rows of the receive buffer. In a plan recv runs tile it exactly once; rows that no run covers are left as they are.
         send: int32 [n, 3], (peer, first row in the source buffer, number of rows).
         recv: int32 [m, 3], (peer, first row in the receive buffer, number of rows).
     """

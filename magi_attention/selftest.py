@@ -23,6 +23,7 @@ from magi_attention.testing.workers import RankPool, RanksFailed
 
 NAME_WIDTH = 44
 RANK_TIMEOUT_S = 120.0
+MAX_RANKS = 64
 PLANNED_RANKS = (1, 3, 8)
 
 
@@ -141,8 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--ranks", type=int, default=2, metavar="N", help="processes for the distributed checks; 0 or 1 skips them (default 2)"
     )
     num_ranks = parser.parse_args(arguments).ranks
-    if num_ranks < 0:
-        parser.error(f"--ranks {num_ranks} must be 0 or more")
+    if not 0 <= num_ranks <= MAX_RANKS:
+        parser.error(f"--ranks {num_ranks} must be from 0 to {MAX_RANKS}; each is a process of this machine")
     torch.set_num_threads(1)  # the problems are tiny; more threads only wait for each other
     print(f"magi_attention {magi_attention.__version__}, torch {torch.__version__}", flush=True)
     start = time.perf_counter()

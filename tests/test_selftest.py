@@ -44,8 +44,9 @@ def test_too_few_ranks_skip_the_distributed_checks(num_ranks: int) -> None:
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    done = run_selftest(tmp_path, "--ranks", "-1")
-    assert done.returncode == 2 and "--ranks -1" in done.stderr
+    for ranks in ("-1", "100000"):
+        done = run_selftest(tmp_path, "--ranks", ranks)
+        assert done.returncode == 2 and f"--ranks {ranks}" in done.stderr and "process" in done.stderr
 
 
 def test_outcomes_are_counted_and_printed(capsys: pytest.CaptureFixture[str]) -> None:

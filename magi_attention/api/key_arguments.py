@@ -9,6 +9,7 @@ from magi_attention.arguments import count, shown
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.mask.slices import MAX_TOKENS
+from magi_attention.plan.build import MAX_WIDTH
 
 
 def check_config(config: DistAttnConfig) -> None:
@@ -27,8 +28,7 @@ def check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v: 
     Raises:
         InputError: not positive ints, or num_heads_q is no multiple of num_heads_kv.
     """
-    limit = MAX_TOKENS
-    heads_q, heads_kv = count("num_heads_q", num_heads_q, 1, limit), count("num_heads_kv", num_heads_kv, 1, limit)
+    heads_q, heads_kv = count("num_heads_q", num_heads_q, 1, MAX_WIDTH), count("num_heads_kv", num_heads_kv, 1, MAX_WIDTH)
     if heads_q % heads_kv:
         raise InputError(
             f"num_heads_q={heads_q} must be a multiple of num_heads_kv={heads_kv} (every key head serves the same number of query heads); "
@@ -37,8 +37,8 @@ def check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v: 
     return (
         heads_q,
         heads_kv,
-        count("head_dim", head_dim, 1, limit),
-        None if head_dim_v is None else count("head_dim_v", head_dim_v, 1, limit),
+        count("head_dim", head_dim, 1, MAX_WIDTH),
+        None if head_dim_v is None else count("head_dim_v", head_dim_v, 1, MAX_WIDTH),
     )
 
 

@@ -84,11 +84,11 @@ def _numbers(name: str, text: str) -> list[int]:
         raise InputError(f"{name}: {error}; write whole numbers separated by blanks, commas or lines") from None
 
 
-def _read_text(name: str, path: Path) -> str:
+def _read_text(name: str, path: Path, wanted: str = "a text file") -> str:
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{name}={path}: cannot be read ({error}); give a text file") from None
+        raise InputError(f"{name}={path}: cannot be read ({error}); give {wanted}") from None
 
 
 def read_mask(args: argparse.Namespace) -> AttnMask:
@@ -98,10 +98,16 @@ def read_mask(args: argparse.Namespace) -> AttnMask:
             raise InputError("--full and --window describe documents; a --mask file already says who sees whom: leave them out")
         return AttnMask.from_json(_read_text("--mask", args.mask))
     if args.docs is not None:
-        cu_seqlens = list(itertools.accumulate(_numbers("--docs", _read_text("--docs", args.docs)), initial=0))
+        lengths = _numbers("--docs", _read_text("--docs", args.docs))
+        if min(lengths, default=0) < 0:
+            raise InputError(f"--docs: length {min(lengths)} is negative; give the number of tokens of each document, 0 or more")
+        cu_seqlens = list(itertools.accumulate(lengths, initial=0))
     else:
-        is_list = args.cu_seqlens.replace(",", "").replace(" ", "").isdigit()
-        text = args.cu_seqlens if is_list else _read_text("--cu-seqlens", Path(args.cu_seqlens))
+        words = args.cu_seqlens.replace(",", " ").split()
+        if not words:
+            raise InputError("--cu-seqlens is empty; give the borders as 0,A,B,.. or a text file with them")
+        is_list = all(word.lstrip("+-").isdigit() for word in words)
+        text = args.cu_seqlens if is_list else _read_text("--cu-seqlens", Path(args.cu_seqlens), "numbers as 0,A,B,.. or a text file")
         cu_seqlens = _numbers("--cu-seqlens", text)
     window = (-1, -1) if args.window is None else tuple(_numbers("--window", args.window))
     if len(window) != 2:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from magi_attention import _native
+from magi_attention.arguments import count
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.mask.slices import AttnMask
@@ -15,6 +16,8 @@ from magi_attention.plan.dispatch import dispatch_keys, solve_dispatch
 from magi_attention.plan.exchange import read_exchange
 from magi_attention.plan.step_choice import PlanProblem, StepChoice, choose_both
 from magi_attention.plan.types import DispatchPlan, HierarchicalExchange, RankPlan, StepPlan, frozen_array
+
+MAX_WIDTH = 1 << 16  # of heads and head_dim: the cost of a pair then fits the solver's integers, whatever the cost factors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +116,7 @@ def build_problem(mask: AttnMask, cp_size: int, config: DistAttnConfig, request:
             "pass is_same_source=False for cross attention"
         )
     for name in ("num_heads_q", "num_heads_kv", "head_dim"):
-        if getattr(request, name) < 1:
-            raise InputError(f"{name}={getattr(request, name)!r} must be at least 1")
+        count(name, getattr(request, name), 1, MAX_WIDTH)
     reasons: tuple[str, ...] = ()
     dispatch_q, dispatch_k = request.dispatch_q, request.dispatch_k
     if dispatch_q is None:

@@ -85,6 +85,12 @@ def test_no_tokens_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
         (["--cu-seqlens", "0,10", "--ranks", "2", "--chunk-size", "0"], "chunk_size"),
         (["--cu-seqlens", "0,10", "--ranks", "2", "--degree", "0"], "degree"),
         (["--cu-seqlens", "nowhere.txt", "--ranks", "2"], "nowhere.txt"),
+        (["--cu-seqlens", "0,a", "--ranks", "2"], "give numbers as 0,A,B"),
+        (["--cu-seqlens", "-5", "--ranks", "2"], "starts with -5"),
+        (["--cu-seqlens", " ", "--ranks", "2"], "--cu-seqlens is empty"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--heads", "99999999999:1"], "num_heads_q=99999999999"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--head-dim", "99999999999999999999"], "head_dim=99999999999999999999"),
+        (["--cu-seqlens", "0,10", "--ranks", "2", "--degree", "99999999"], "degree=99999999"),
         (["--docs", "nowhere.txt", "--ranks", "2"], "nowhere.txt"),
         (["--mask", "nowhere.json", "--ranks", "2", "--full"], "--full"),
         (["--cu-seqlens", "0,10", "--ranks", "2", "--plot", "/nowhere/plan.png"], "/nowhere"),
@@ -103,3 +109,41 @@ def test_document_file_with_words_is_refused(tmp_path: Path, capsys: pytest.Capt
     lengths.write_text("10 twenty 30")
     assert main(["--docs", str(lengths), "--ranks", "2"]) == 2
     assert "twenty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("3 -5", "--docs: length -5 is negative"),
+        ("1e3", "--docs: "),
+        ("99999999999999999999", "numbers below 2^30"),
+    ],
+)
+def test_wrong_lengths_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    assert main(["--docs", str(path), "--ranks", "2"]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"total_q": 8, "total_k": 8, "slices": [[[], [], [], [], "full"]]}',
+        '{"total_q": 8, "total_k": 8, "slices": [[0, 8, 0, 8, null, NaN]]}',
+        '{"total_q": 8, "total_k": 8, "slices": [[0, 8, 0, 8, "diagonal"]]}',
+        '{"total_q": 8, "total_k": 8, "slices": [[0, 8, 0, 8, {}]]}',
+        '{"total_q": 8, "total_k": 8, "slices": [[0, 8, 0, 8, "full"], [0, 8, 0, 8, "causal"]]}',
+        '{"total_q": 8, "total_k": 8, "slices": {"0": [0, 8, 0, 8, "full"]}}',
+        '{"total_q": 8.0, "total_k": 8, "slices": []}',
+        '{"total_q": true, "total_k": 8, "slices": []}',
+    ],
+    ids=range(9),
+)
+def test_malformed_masks_are_one_line_and_not_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    path = tmp_path / "mask.json"
+    path.write_text(text)
+    assert main(["--mask", str(path), "--ranks", "2"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1

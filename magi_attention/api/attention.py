@@ -33,7 +33,8 @@ def calc_attn(
     Args:
         q: [key.num_local_q, num_heads_q, head_dim], bf16, fp16, fp32 or fp64.
         k: [key.num_local_k, num_heads_kv, head_dim], dtype of q.
-        v: [key.num_local_k, num_heads_kv, head_dim_v], dtype of q. k or v requires grad on every rank, or on none.
+        v: [key.num_local_k, num_heads_kv, head_dim_v], dtype of q. k or v requires grad on every rank, or on none; then q does on every
+            rank or on none: the backward of either is collective.
         key: from magi_attn_flex_key and its like.
         sink: fp32 logits that join the softmax denominator, equal on every rank, [num_sink, num_heads_q] ("sh"); its gradient is this
             rank's share unless the key's config has sink_grad_reduce. Or one set per local query, [num_local_q, num_sink,

@@ -78,7 +78,8 @@ def dist_attention(
     Args:
         q: [num_local_q, num_heads_q, head_dim], bf16, fp16, fp32 or fp64; any strides.
         k: [num_local_k, num_heads_kv, head_dim], dtype of q; num_heads_q is a multiple of num_heads_kv.
-        v: [num_local_k, num_heads_kv, head_dim_v], dtype of q. k or v requires grad on every rank of the group, or on none.
+        v: [num_local_k, num_heads_kv, head_dim_v], dtype of q. k or v requires grad on every rank of the group, or on none; then q does on
+            every rank or on none: the backward of either is collective.
         plan: this rank's plan. With one rank no group is needed and nothing is sent.
         group: the plan's ranks: a CommGroup, ProcessGroup or DeviceMesh (2-D for a hierarchical plan); None is the default group.
         config: kernel backend, overlap, time-out and sink reduction; None is DistAttnConfig().

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from magi_attention.comm import CommGroup, agree
 from magi_attention.errors import InputError
 from magi_attention.plan.types import RankPlan, StepPlan
+from magi_attention.runtime.collectives import all_gather
 
 
 def check_can_be_saved(tensors: Sequence[torch.Tensor | None]) -> None:
@@ -84,10 +84,13 @@ def check_agreement(
     options: dict[str, object],
 ) -> None:
     """Raise the same InputError on every rank when they differ in anything a call must share. Collective."""
+    is_recorded = torch.is_grad_enabled()
     facts = {
         **{name: f"{tuple(x.shape[1:])} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v))},
-        "q, k or v requires grad": q.requires_grad or k.requires_grad or v.requires_grad,  # a backward that exchanges keys runs
-        "k or v requires grad": k.requires_grad or v.requires_grad,  # and returns their gradients
+        # A backward that exchanges keys runs, returns their gradients, reduces that of the sink.
+        "q, k or v requires grad": is_recorded and (q.requires_grad or k.requires_grad or v.requires_grad),
+        "k or v requires grad": is_recorded and (k.requires_grad or v.requires_grad),
+        "sink requires grad": is_recorded and sink is not None and sink.requires_grad,
         "sink": None if sink is None else tuple(sink.shape[-2:]),
         **options,
         "steps": (len(plan.forward), len(plan.backward)),
@@ -131,6 +134,4 @@ def _gather_ints(values: list[int], group: CommGroup, device: torch.device) -> l
     if group.is_single:
         return [values]
     ours = torch.tensor(values, dtype=torch.int64, device=device)
-    parts = [torch.empty_like(ours) for _ in range(group.size)]
-    dist.all_gather(parts, ours, group=group.flat)
-    return [part.tolist() for part in parts]
+    return [part.tolist() for part in all_gather(ours, group.flat, "bad values found in check mode")]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from magi_attention.config import DistAttnConfig
-from magi_attention.errors import InputError, UnsupportedError
+from magi_attention.errors import CommError, InputError, UnsupportedError
 from magi_attention.runtime.attention import dist_attention
+from magi_attention.runtime.collectives import all_gather, all_reduce
 from magi_attention.runtime.single import single_rank_plan
 from magi_attention.testing.workers import RankPool
 from tests.runtime.harness import Problem, causal, forward_on_rank, small
@@ -70,14 +75,17 @@ def outcome_on_rank(rank: int, num_ranks: int, case: str) -> str:
         patch.setenv("MAGI_CHECK", "1")
         plan = BASE.plan(num_ranks, rank)
         q, k, v = tensors(plan.num_local_q, 1 if case == "heads" and rank == 1 else 2)
-        k.requires_grad_(case != "requires_grad" or rank == 0)
+        k.requires_grad_("requires grad" not in case or (case == "k requires grad" and rank == 0))
+        q.requires_grad_(case == "q requires grad" and rank == 0)
+        sink = torch.zeros(1, 4, requires_grad=case == "sink requires grad" and rank == 0)
         if case == "mask" and rank == 1:
             plan = small(BASE, slices=causal([20, 44])).plan(num_ranks, rank, dispatch_q=plan.dispatch_q, dispatch_k=plan.dispatch_k)
         if case == "nan in q" and rank == 1:
             q[3] = torch.nan
         scale = 0.5 if case == "scale" and rank == 0 else 1.0
         try:
-            out, _, _ = dist_attention(q, k, v, plan, softmax_scale=scale)
+            with torch.set_grad_enabled(case != "grad mode" or rank == 0):
+                out, _, _ = dist_attention(q, k, v, plan, sink=sink, softmax_scale=scale)
             if case == "nan in dout":
                 out.backward(torch.full_like(out, torch.nan if rank == 0 else 1.0))
         except (InputError, FloatingPointError) as error:
@@ -85,7 +93,7 @@ def outcome_on_rank(rank: int, num_ranks: int, case: str) -> str:
     return "none"
 
 
-@pytest.mark.parametrize("case", ("heads", "requires_grad", "mask", "scale"))
+@pytest.mark.parametrize("case", ("heads", "k requires grad", "q requires grad", "sink requires grad", "grad mode", "mask", "scale"))
 def test_ranks_that_disagree_all_hear_of_it(rank_pool: RankPool, case: str) -> None:
     first, second = rank_pool.run(2, outcome_on_rank, case)
     assert first == second
@@ -117,3 +125,20 @@ def test_one_rank_in_check_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     call = forward_on_rank(BASE, 0, 1)
     call.backward()
     assert np.isfinite(call.arrays()["dq"]).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("all_reduce", lambda group: all_reduce(torch.zeros(3), group, "the loss")),
+        ("all_gather", lambda group: all_gather(torch.zeros(3), group, "the loss")),
+    ],
+)
+def test_lost_peers_of_small_collectives_are_comm_errors(monkeypatch: pytest.MonkeyPatch, op: str, call: Callable[[Any], object]) -> None:
+    def lost(*args: object, **options: object) -> None:
+        raise RuntimeError("Connection closed by peer\nand more")
+
+    monkeypatch.setattr(dist, op, lost)
+    group = mock.Mock(**{"rank.return_value": 1, "size.return_value": 3})
+    with pytest.raises(CommError, match=rf"{op} of the loss \(12 bytes\) failed on rank 1 of 3: Connection closed by peer; look"):
+        call(group)

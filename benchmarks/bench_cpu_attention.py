@@ -1,6 +1,6 @@
 """Blocked CPU attention against torch's own: flash SDPA on one causal sequence, masked SDPA on packed documents.
 
-    python benchmarks/bench_cpu_attention.py [--quick] [--threads N] [--csv benchmarks/results/cpu_attention.csv]
+    python -m benchmarks.bench_cpu_attention [--quick] [--threads N] [--csv benchmarks/results/cpu_attention.csv]
 
 Both sides run in turn in one process, the best of several rounds counts, and the outputs are compared first. Memory is the growth of
 the peak resident set over one forward and backward, inputs and SDPA's mask of booleans left out.
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.stamp import stamp
 from magi_attention.kernels.ops import single_device_attention
 from magi_attention.mask import AttnMask, builders
 
@@ -44,6 +43,7 @@ COLUMNS = (
     "commit",
     "machine",
     "torch",
+    "python",
 )
 
 
@@ -152,17 +152,6 @@ def measure(problem: Problem, rounds: int) -> dict[str, object]:
     }
 
 
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{model}, {len([line for line in lines if line.startswith('processor')])} cores"
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return found.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, two rounds")
@@ -170,7 +159,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="append the rows to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    where = {"threads": args.threads, "commit": commit(), "machine": machine(), "torch": torch.__version__}
+    where = {"threads": args.threads, **stamp()}
     rows = []
     for problem in problems(args.quick):
         rows.append(measure(problem, 2 if args.quick else 5) | where)

@@ -1,6 +1,6 @@
 """GroupCast and GroupReduce: bytes per second of one rank, checked first. NCCL with one GPU per rank when there are enough, else gloo.
 
-    python benchmarks/bench_group_cast.py [--ranks 2] [--mib 16] [--csv benchmarks/results/group_cast.csv]
+    python -m benchmarks.bench_group_cast [--ranks 2] [--mib 16] [--csv benchmarks/results/group_cast.csv]
 
 Every rank needs rows of every other rank: k and v, 8 heads of 128 bf16 each, 4 KiB a row together. `run` is the number of consecutive
 rows; runs arrive in a shuffled global order, so gather and scatter are both at work, except in the last case, one run in place.
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.stamp import stamp
 from magi_attention.comm import group_cast, group_reduce
 from magi_attention.comm.reference import cast_reference, reduce_reference
 from magi_attention.plan.types import Exchange, frozen_array
@@ -134,7 +135,8 @@ def main() -> None:
     pool.close()
     if args.csv is not None:
         with args.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, *rows])
+            facts = stamp(device)
+            csv.writer(file).writerows([(*COLUMNS, *facts), *((*row, *facts.values()) for row in rows)])
 
 
 if __name__ == "__main__":

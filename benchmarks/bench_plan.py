@@ -1,6 +1,6 @@
 """Planning: host time and memory, balance, key rows moved. Needs no GPU and no ranks.
 
-    python benchmarks/bench_plan.py [--quick] [--csv benchmarks/results/plan.csv]
+    python -m benchmarks.bench_plan [--quick] [--csv benchmarks/results/plan.csv]
 
 Each case runs in a process of its own, so that memory is that case's alone: growth of the peak resident set over the state after
 imports and after the mask is made. Plan time is the median of three plans of rank 0, caches cold.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import platform
 import resource
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.stamp import stamp
 from magi_attention.config import ContiguousDispatchAlg, DispatchAlg, DispatchConfig, DistAttnConfig, MinHeapDispatchAlg, ZigzagDispatchAlg
 from magi_attention.mask import builders
 from magi_attention.mask.slices import AttnMask
@@ -138,16 +138,9 @@ def cases(is_quick: bool) -> list[tuple[str, int, int, str]]:
 
 
 def run_in_own_process(case: tuple[str, int, int, str]) -> dict[str, object]:
-    command = [sys.executable, __file__, "--case", json.dumps(case)]
-    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "benchmarks.bench_plan", "--case", json.dumps(case)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
     return json.loads(finished.stdout)
-
-
-def commit() -> str:
-    finished = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-    )
-    return finished.stdout.strip() or "unknown"
 
 
 def main() -> None:
@@ -166,13 +159,13 @@ def main() -> None:
         rows.append(row)
         print("  ".join(f"{row[name]!s:>20s}" if name == "mask" else f"{row[name]!s:>11s}" for name in COLUMNS), flush=True)
     if args.csv:
-        stamp = {"commit": commit(), "machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+        facts = stamp()
         is_new = not args.csv.exists()
         with args.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [*stamp, *COLUMNS])
+            writer = csv.DictWriter(file, [*COLUMNS, *facts])
             if is_new:
                 writer.writeheader()
-            writer.writerows({**stamp, **row} for row in rows)
+            writer.writerows({**row, **facts} for row in rows)
 
 
 if __name__ == "__main__":

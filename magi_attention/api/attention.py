@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from magi_attention.api.keys import DistAttnKey, check_living_key
+from magi_attention.comm import announce_refusal
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.errors import InputError
 from magi_attention.runtime.attention import dist_attention
@@ -53,7 +54,8 @@ def calc_attn(
         CommError: an exchange failed or timed out.
     """
     check_living_key(key)
-    _check_heads(q, k, v, key)
+    with announce_refusal(key.group, "attention call"):
+        _check_heads(q, k, v, key)
     out, lse, max_logits = dist_attention(
         q,
         k,

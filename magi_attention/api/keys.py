@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +67,7 @@ class KeyIdentity:
         return ", ".join(f"{name} {value:.12}" if isinstance(value, str) else f"{name} {value}" for name, value in facts.items())
 
 
-_AGREED = "arguments of the key"
+AGREED = "arguments of the key"  # what ranks compare in check mode
 
 
 @dataclass(frozen=True, repr=False)
@@ -220,21 +218,6 @@ def checked_identity(
     )
 
 
-@contextlib.contextmanager
-def announce_refusal(group: CommGroup) -> Iterator[None]:
-    """In check mode, an InputError inside is told to the other ranks, which would else wait for this one in make_key.
-
-    Ranks that refuse the same thing raise their own error; otherwise every rank raises the same one, which quotes the refusal.
-    """
-    try:
-        yield
-    except InputError as refusal:
-        if env.check_enabled() and not group.is_single:
-            text = f"refused: {refusal}"
-            agree(group, _AGREED, text.encode(), text)
-        raise
-
-
 # ---- keys ----
 
 
@@ -275,7 +258,7 @@ def make_key(
     checked against the mask (PlanError, our fault).
     """
     if env.check_enabled() and not group.is_single:
-        agree(group, _AGREED, identity.digest.encode(), identity.describe)
+        agree(group, AGREED, identity.digest.encode(), identity.describe)
     cache = cache_of(group)
     plans: BoundedCache[RankPlan] = cache.plans
     plan = plans.get_or_make(identity, lambda: _plan(mask, identity, group, key_for_dispatch))

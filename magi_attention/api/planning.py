@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from magi_attention.api.key_arguments import check_config, check_heads, check_pad_size, with_chunk_size
 from magi_attention.api.key_cache import cache_of, clear_all
 from magi_attention.api.keys import (
+    AGREED,
     DistAttnKey,
     KeyIdentity,
-    announce_refusal,
     check_key,
     checked_identity,
     dispatch_digest,
@@ -25,7 +25,7 @@ from magi_attention.api.mask_inputs import clear_masks, mask_from_ranges
 from magi_attention.api.moving import dispatch
 from magi_attention.api.single_plans import clear_plans
 from magi_attention.arguments import count, int_array
-from magi_attention.comm import comm_group
+from magi_attention.comm import announce_refusal, comm_group
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask, AttnRanges, builders
@@ -83,7 +83,7 @@ def magi_attn_flex_key(
         InputError: an argument breaks a rule. In check mode (MAGI_CHECK=1) also, on every rank, when ranks pass different arguments.
     """
     group = comm_group(cp_group_or_mesh)
-    with announce_refusal(group):
+    with announce_refusal(group, AGREED):
         check_pad_size(pad_size)
         config = with_chunk_size(dist_attn_config, chunk_size)
         totals = _totals(total_seqlen_q, total_seqlen_k)
@@ -121,7 +121,7 @@ def magi_attn_varlen_key(
         InputError: see magi_attn_flex_key.
     """
     group = comm_group(cp_group_or_mesh)
-    with announce_refusal(group):
+    with announce_refusal(group, AGREED):
         check_pad_size(pad_size)
         config = with_chunk_size(dist_attn_config, chunk_size)
         mask = builders.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal=causal, window_size=window_size)
@@ -156,7 +156,7 @@ def make_flex_key_for_new_mask_after_dispatch(
         InputError: see magi_attn_flex_key.
     """
     check_key(key_for_dispatch, "key_for_dispatch")
-    with announce_refusal(key_for_dispatch.group):
+    with announce_refusal(key_for_dispatch.group, AGREED):
         totals = (key_for_dispatch.total_seqlen_q, key_for_dispatch.total_seqlen_k)
         mask = mask_from_ranges(q_ranges, k_ranges, attn_mask_type, *totals, "attn_mask_type")
         identity = _identity_after(mask, key_for_dispatch, (num_heads_q, num_heads_kv, head_dim, head_dim_v), dist_attn_config)
@@ -188,7 +188,7 @@ def make_varlen_key_for_new_mask_after_dispatch(
         InputError: see magi_attn_flex_key.
     """
     check_key(key_for_dispatch, "key_for_dispatch")
-    with announce_refusal(key_for_dispatch.group):
+    with announce_refusal(key_for_dispatch.group, AGREED):
         mask = builders.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, causal=causal, window_size=window_size)
         identity = _identity_after(mask, key_for_dispatch, (num_heads_q, num_heads_kv, head_dim, head_dim_v), dist_attn_config)
     documents = _documents(cu_seqlens_q, cu_seqlens_k)

@@ -1,6 +1,6 @@
 """GroupCast and GroupReduce over torch.distributed. Imports errors and the plan records; knows no masks, kernels or planning."""
 
-from magi_attention.comm.agree import agree
+from magi_attention.comm.agree import agree, announce_refusal
 from magi_attention.comm.cast import group_cast
 from magi_attention.comm.gather import gather_rows, scatter_reduce_rows
 from magi_attention.comm.group import SINGLE, CommGroup, comm_group
@@ -12,6 +12,7 @@ __all__ = [
     "CommGroup",
     "Work",
     "agree",
+    "announce_refusal",
     "comm_group",
     "gather_rows",
     "group_cast",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
+from magi_attention import env
 from magi_attention.comm.group import CommGroup, comm_group
 from magi_attention.comm.work import CallInfo, Transfer
-from magi_attention.errors import InputError
+from magi_attention.errors import InputError, UnsupportedError
 
 _TEXT_BYTES = 1024  # of each rank's description; fixed, so that no sizes need to travel
 
@@ -48,6 +50,22 @@ def agree(group: object, label: str, digest_bytes: bytes, describe: str | Callab
     raise InputError(
         f"the ranks of the group (global ranks {list(cp_group.members)}) disagree; every rank must pass the same:\n" + "\n".join(lines)
     )
+
+
+@contextlib.contextmanager
+def announce_refusal(group: CommGroup, label: str) -> Iterator[None]:
+    """In check mode, a refusal (InputError, UnsupportedError) inside is told to the other ranks, which would else wait in `agree`.
+
+    For checks that come before an `agree` of all ranks. Ranks that refuse for the same reason raise their own error; otherwise every
+    rank raises the same one, which quotes the refusal. Outside of check mode nothing is sent.
+    """
+    try:
+        yield
+    except (InputError, UnsupportedError) as refusal:
+        if env.check_enabled():
+            text = f"refused: {refusal}"
+            agree(group, label, text.encode(), text)
+        raise
 
 
 def _all_gather_bytes(group: CommGroup, ours: bytes, info: CallInfo) -> list[bytes]:

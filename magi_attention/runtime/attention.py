@@ -21,7 +21,7 @@ import torch
 
 from magi_attention import env
 from magi_attention.arguments import flag
-from magi_attention.comm import SINGLE, CommGroup, comm_group
+from magi_attention.comm import SINGLE, CommGroup, announce_refusal, comm_group
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.kernels.attention import WorkList, attention_backward, attention_forward, compute_dtype, prepare, softmax_delta
@@ -101,20 +101,22 @@ def dist_attention(
         CommError: an exchange failed or timed out.
         FloatingPointError: in check mode, a NaN or infinity appeared in a result.
     """
-    q, k, v = cast_for_autocast(*(require_tensor(name, x, "[tokens, heads, head_dim]") for name, x in (("q", q), ("k", k), ("v", v))))
     config = config or DistAttnConfig()
-    choose(describe(q, k, v, sink=sink, sink_layout=sink_layout, softcap=softcap), config.kernel_backend)
-    checks.check_local_rows(q, k, plan)
-    checks.check_can_be_saved((q, k, v, sink))
-    scale, wants_max_logits = check_scale(softmax_scale, q.shape[2]), flag("return_max_logits", return_max_logits)
-    rule = select_exchange_rule(config, _group_of(plan, group))
+    cp_group = _group_of(plan, group)
+    with announce_refusal(cp_group, checks.ATTENTION_CALL):
+        q, k, v = cast_for_autocast(*(require_tensor(name, x, "[tokens, heads, head_dim]") for name, x in (("q", q), ("k", k), ("v", v))))
+        choose(describe(q, k, v, sink=sink, sink_layout=sink_layout, softcap=softcap), config.kernel_backend)
+        checks.check_local_rows(q, k, plan)
+        checks.check_can_be_saved((q, k, v, sink))
+        scale, wants_max_logits = check_scale(softmax_scale, q.shape[2]), flag("return_max_logits", return_max_logits)
+        rule = select_exchange_rule(config, cp_group)
     call = AttentionCall(plan, rule, config, sink_layout, scale, float(softcap), wants_max_logits)
     if env.check_enabled():
         checks.check_plan(plan)
         options = {
             "sink_layout": sink_layout,
             "softmax_scale": scale,
-            "softcap": softcap,
+            "softcap": call.softcap,
             "max logits": wants_max_logits,
             "config": config,
         }

@@ -7,15 +7,19 @@ rank of the group calls them in the same order, and they raise the same error on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+from magi_attention import env
 from magi_attention.comm import CommGroup, agree
 from magi_attention.errors import InputError
 from magi_attention.plan.types import RankPlan, StepPlan
 from magi_attention.runtime.collectives import all_gather
+from magi_attention.runtime.rows import TokenOwners
+
+ATTENTION_CALL = "attention call"  # what ranks compare
 
 
 def check_can_be_saved(tensors: Sequence[torch.Tensor | None]) -> None:
@@ -103,7 +107,29 @@ def check_agreement(
         digest.update(dispatch.chunk_owner.astype("<i4").tobytes())
     for counts in (plan.rank_areas, plan.rank_recv_rows, plan.rank_send_rows):
         digest.update(counts.astype("<i8").tobytes())
-    agree(group, "attention call", digest.digest(), text)
+    agree(group, ATTENTION_CALL, digest.digest(), text)
+
+
+def check_move_agreement(what: str, x: torch.Tensor, dim: int, owners: TokenOwners, options: Mapping[str, object]) -> None:
+    """In check mode, raise the same InputError on every rank when they differ in how tokens move; collective then."""
+    if owners.group.is_single or not env.check_enabled():
+        return
+    dispatch = owners.routes.dispatch
+    facts = {
+        "dim": dim,
+        "other sizes": (*x.shape[:dim], *x.shape[dim + 1 :]),
+        "dtype": x.dtype,
+        **options,
+        "tokens": dispatch.total_tokens,
+        "chunk size": dispatch.chunk_size,
+    }
+    text = ", ".join(f"{name} {value}" for name, value in facts.items())
+    agree(owners.group, what, text.encode() + dispatch.chunk_owner.astype("<i4").tobytes(), text)
+
+
+def has_backward(x: torch.Tensor) -> bool:
+    """Autograd records what is done with x."""
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def first_bad_value(name: str, tensor: torch.Tensor, step: int, *, is_minus_inf_legal: bool = False) -> tuple[int, ...] | None:

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from magi_attention.arguments import flag, integer
-from magi_attention.comm import group_cast
+from magi_attention.comm import announce_refusal, group_cast
 from magi_attention.plan.types import Exchange
+from magi_attention.runtime.checks import check_move_agreement, has_backward
 from magi_attention.runtime.rows import TokenOwners, as_bits, require_fill, require_tokens, rows_back, rows_first, sum_rows, uploaded
 from magi_attention.runtime.second_order import first_order
 from magi_attention.runtime.tokens import document_borders
@@ -47,13 +48,17 @@ def roll(
         The shape of `x_local`, contiguous. Padded rows (past num_tokens) hold 0.
 
     Raises:
-        InputError: `dim` does not count this rank's tokens, shift is not an int, x cannot hold fill_value, or cu_seqlens is malformed.
+        InputError: `dim` does not count this rank's tokens, shift is not an int, x cannot hold fill_value, or cu_seqlens is
+            malformed; in check mode also when ranks disagree.
         CommError: the exchange failed or timed out.
     """
-    dim = require_tokens(x_local, dim, owners.num_local_tokens, "x_local")
-    shift = integer("shift", shift, "must be an int, in tokens")
-    fill = require_fill("fill_value", fill_value, x_local.dtype) if flag("within_documents", within_documents) else 0
-    borders = tuple(document_borders(cu_seqlens, owners.num_tokens).tolist()) if within_documents else None
+    with announce_refusal(owners.group, "roll"):
+        dim = require_tokens(x_local, dim, owners.num_local_tokens, "x_local")
+        shift = integer("shift", shift, "must be an int, in tokens")
+        fill = require_fill("fill_value", fill_value, x_local.dtype) if flag("within_documents", within_documents) else 0
+        borders = tuple(document_borders(cu_seqlens, owners.num_tokens).tolist()) if within_documents else None
+    options = {"shift": shift, "fill_value": fill, "requires grad": has_backward(x_local), "borders": borders}
+    check_move_agreement("roll", x_local, dim, owners, options)
     exchange, filled_rows = owners.routes.roll(shift, borders)
     filled = None if len(filled_rows) == owners.num_local_tokens else uploaded(exchange, "filled", lambda: filled_rows, x_local.device)
     rolled: torch.Tensor = _Roll.apply(x_local, exchange, filled, owners, dim, fill)  # type: ignore[no-untyped-call]

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from magi_attention.arguments import flag, int_array
-from magi_attention.comm import gather_rows, scatter_reduce_rows
+from magi_attention.comm import announce_refusal, gather_rows, scatter_reduce_rows
 from magi_attention.errors import InputError
+from magi_attention.runtime.checks import check_move_agreement, has_backward
 from magi_attention.runtime.rows import TokenOwners, require_fill, require_tensor, require_tokens, rows_back, rows_first
 from magi_attention.runtime.second_order import first_order
 
@@ -59,11 +60,14 @@ def undispatch(x_local: torch.Tensor, owners: TokenOwners, *, dim: int = 0, is_p
         The shape of `x_local` with num_tokens along `dim` (padding cut off), contiguous, in global order.
 
     Raises:
-        InputError: `dim` does not count this rank's tokens.
+        InputError: `dim` does not count this rank's tokens; in check mode also when ranks disagree.
         CommError: the exchange failed or timed out.
     """
-    dim = require_tokens(x_local, dim, owners.num_local_tokens, "x_local")
-    is_partial_grad = flag("is_partial_grad", is_partial_grad)
+    with announce_refusal(owners.group, "undispatch"):
+        dim = require_tokens(x_local, dim, owners.num_local_tokens, "x_local")
+        is_partial_grad = flag("is_partial_grad", is_partial_grad)
+    options = {"is_partial_grad": is_partial_grad, "its backward sums over ranks": is_partial_grad and has_backward(x_local)}
+    check_move_agreement("undispatch", x_local, dim, owners, options)
     whole: torch.Tensor = _Undispatch.apply(x_local, owners, dim, is_partial_grad)  # type: ignore[no-untyped-call]
     return whole
 

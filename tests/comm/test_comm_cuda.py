@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 
-from magi_attention.comm import comm_group, gather_rows, group_cast, group_reduce, group_reduce_lse, scatter_reduce_rows
+from magi_attention.comm import comm_group, gather, gather_rows, group_cast, group_reduce, group_reduce_lse, scatter_reduce_rows
 from magi_attention.comm.reference import cast_reference, reduce_lse_reference, reduce_reference
 from magi_attention.testing.workers import RankPool
 from tests.comm.random_exchanges import assert_same_bits, make_dispatch, make_exchanges, random_rows, random_tensor
@@ -110,6 +111,31 @@ def test_merge_and_gather(cuda_pool: tuple[RankPool, int]) -> None:
         assert_same_bits(gathered, whole, f"gather rank {rank}")
         rows = torch.from_numpy(dispatch.position_ids(rank))
         assert_same_bits(sums, (whole.float() * num_ranks).bfloat16()[rows], f"scatter rank {rank}")
+
+
+def _gather_in_rounds(rank: int, num_ranks: int) -> list[torch.Tensor]:
+    """Rounds follow each other on the streams; memory of one is reused by the next and by others in between."""
+    dispatch = make_dispatch(6, num_ranks, max_chunks=400)
+    whole = random_tensor(1, dispatch.total_tokens, (32,), torch.float32)
+    local = whole[torch.from_numpy(dispatch.position_ids(rank))].cuda()
+    with mock.patch.object(gather, "ROUND_BYTES", 1 << 14):
+        assert dispatch.total_tokens * 32 * 4 > 4 * gather.ROUND_BYTES
+        gathered = gather_rows(local, dispatch, None)
+        sums = scatter_reduce_rows(whole.cuda() * (rank + 1), dispatch, None)
+    torch.full((1 << 20,), torch.nan, device="cuda")
+    return [gathered.cpu(), sums.cpu()]
+
+
+def test_gather_in_rounds(cuda_pool: tuple[RankPool, int]) -> None:
+    pool, num_ranks = cuda_pool
+    dispatch = make_dispatch(6, num_ranks, max_chunks=400)
+    whole = random_tensor(1, dispatch.total_tokens, (32,), torch.float32)
+    total = torch.zeros_like(whole)
+    for rank in range(num_ranks):
+        total += whole * (rank + 1)
+    for rank, (gathered, sums) in enumerate(pool.run(num_ranks, _gather_in_rounds, timeout_s=120)):
+        assert_same_bits(gathered, whole, f"gather rank {rank}")
+        assert_same_bits(sums, total[torch.from_numpy(dispatch.position_ids(rank))], f"sum rank {rank}")
 
 
 def test_no_host_wait() -> None:

@@ -76,15 +76,19 @@ class GroupCache:
         self.most_recent = None
 
 
+_caches_lock = threading.Lock()  # another thread's new group must not appear while clear_all walks
 _caches: weakref.WeakKeyDictionary[CommGroup, GroupCache] = weakref.WeakKeyDictionary()
 
 
 def cache_of(group: CommGroup) -> GroupCache:
     """The cache of a group, made at first use; it goes with its group."""
-    return _caches.setdefault(group, GroupCache())
+    with _caches_lock:
+        return _caches.setdefault(group, GroupCache())
 
 
 def clear_all() -> None:
     """Empty the caches of every group."""
-    for cache in list(_caches.values()):
+    with _caches_lock:
+        caches = list(_caches.values())
+    for cache in caches:
         cache.clear()

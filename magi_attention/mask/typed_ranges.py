@@ -37,7 +37,7 @@ def type_array(name: str, types: Any, num_ranges: int) -> Int64Array:
         if not 0 <= number <= 3:
             raise InputError(f"{name}={number} {_UNKNOWN}")
         return np.full(num_ranges, number, np.int64)
-    if isinstance(types, (list, tuple)):
+    if isinstance(types, (list, tuple)) and set(map(type, types)) - {int}:  # plain numbers need no look at each
         types = [kind.int_type if type(kind) is AttnMaskType else _type_number(name, kind) for kind in types]
     numbers = int_array(name, types)
     if len(numbers) != num_ranges:

@@ -143,6 +143,16 @@ def run_in_own_process(case: tuple[str, int, int, str]) -> dict[str, object]:
     return json.loads(finished.stdout)
 
 
+def append(path: Path, row: dict[str, object]) -> None:
+    """One more row, with a head when the file is new; at once, so that a run that is stopped keeps what it measured."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="8 ranks only")
@@ -152,20 +162,13 @@ def main() -> None:
     if args.case:
         print(json.dumps(measure(*json.loads(args.case))))
         return
-    rows = []
     print("  ".join(f"{name:>20s}" if name == "mask" else f"{name:>11s}" for name in COLUMNS))
+    facts = stamp()
     for case in cases(args.quick):
         row = run_in_own_process(case)
-        rows.append(row)
         print("  ".join(f"{row[name]!s:>20s}" if name == "mask" else f"{row[name]!s:>11s}" for name in COLUMNS), flush=True)
-    if args.csv:
-        facts = stamp()
-        is_new = not args.csv.exists()
-        with args.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [*COLUMNS, *facts])
-            if is_new:
-                writer.writeheader()
-            writer.writerows({**row, **facts} for row in rows)
+        if args.csv:
+            append(args.csv, {**row, **facts})
 
 
 if __name__ == "__main__":

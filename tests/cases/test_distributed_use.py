@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import resource
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -129,11 +131,17 @@ def new_mask(step: int) -> dict[str, Any]:
 
 
 def held_bytes() -> int:
-    gc.collect()
-    return sum(obj.untyped_storage().nbytes() for obj in gc.get_objects() if type(obj) is torch.Tensor)
+    """The least of several looks: the transport's thread may still hold a payload that has just arrived; what leaks stays."""
+    looks = []
+    for _ in range(5):
+        gc.collect()
+        looks.append(sum(obj.untyped_storage().nbytes() for obj in gc.get_objects() if type(obj) is torch.Tensor))
+        time.sleep(0.05)
+    return min(looks)
 
 
 def resident_bytes() -> int:
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps of freed memory is not held by anyone
     with open("/proc/self/statm") as sizes:
         return int(sizes.read().split()[1]) * resource.getpagesize()
 
@@ -173,8 +181,7 @@ def test_d32_new_masks_leave_nothing_behind(rank_pool: RankPool) -> None:
         for ours, exact in zip(found, expected, strict=True):
             assert all(np.abs(array - wanted).max() <= 1e-5 for array, wanted in zip(ours, exact, strict=True))
         assert held[3:] == held[:3] and max(held) <= MAX_PLANS_PER_GROUP * 5000 * 8 * 8
-        # The allocator keeps some MiB of its own; the tensors of 75 forgotten steps would be ten times this.
-        assert max(resident) <= resident[0] + (16 << 20), f"{(max(resident) - resident[0]) >> 10} KiB more after step 20"
+        assert max(resident) <= resident[0] + (4 << 20), f"{(max(resident) - resident[0]) >> 10} KiB more after step 20"
         assert left == 0, f"{left} bytes of tensors are alive without any cache"
 
 

@@ -63,6 +63,8 @@ struct BackwardArgs {
 MAGI_EXPORT int magi_ffa_forward(const magi::ForwardArgs* args, void* stream);
 MAGI_EXPORT int magi_ffa_backward(const magi::BackwardArgs* args, void* stream);
 MAGI_EXPORT const char* magi_ffa_error();
+// Comma separated names of the kernels in this library: "forward:bf16:128:0,..." (direction, dtype, head_dim, softcap).
+MAGI_EXPORT const char* magi_ffa_variants();
 // Rows of a tile and columns of a block that the work list must be made for: pair[0] = tile_rows, pair[1] = block_cols.
 MAGI_EXPORT int magi_ffa_forward_tile(int32_t head_dim, int32_t pair[2]);
 MAGI_EXPORT int magi_ffa_backward_tile(int32_t head_dim, int32_t pair[2]);

@@ -1,0 +1,94 @@
+// Which columns of one block each row of a thread sees, as bits, from the pieces of an edge block. Knows nothing of softmax or loads.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/work.h"
+#include "ptx/warpgroup.cuh"
+
+namespace magi {
+
+// What the load warp tells the others of one block; travels through shared memory beside the block itself.
+struct alignas(16) Block {
+    int32_t col_begin;
+    int32_t flags;                   // number of columns that exist (some row sees them), and kLast
+    int32_t piece_begin, piece_end;  // equal: every row sees every column
+
+    static constexpr int32_t kLast = 1 << 16;
+    __device__ __forceinline__ int num_cols() const { return flags & 0xFFFF; }
+    __device__ __forceinline__ bool is_last() const { return (flags & kLast) != 0; }
+    __device__ __forceinline__ bool is_edge() const { return piece_begin != piece_end; }
+};
+
+// Visible columns of kRows rows in a block of 32 * kWords columns, bit c of word w = column 32 w + c.
+template <int kRows, int kWords>
+struct ColumnBits {
+    uint32_t word[kRows][kWords];
+};
+
+// Bits of the rows that a thread of a wgmma accumulator holds when columns run along the accumulator's columns: rows[0], rows[1].
+// All lanes of a warp must call it; the warp's 16 rows start at warp_row. Pieces that miss them cost one vote.
+template <int kWords>
+__device__ __forceinline__ ColumnBits<2, kWords> visible_columns(const WorkPiece* __restrict__ pieces, const Block& block, int warp_row,
+                                                                 int lane) {
+    ColumnBits<2, kWords> bits;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) bits.word[0][w] = bits.word[1][w] = 0;
+    const int row = warp_row + lane / 4;
+    const int col_end = block.col_begin + 32 * kWords;
+    for (int base = block.piece_begin; base < block.piece_end; base += 32) {
+        WorkPiece piece{};
+        const int mine = base + lane;
+        if (mine < block.piece_end) {
+            const int2* from = reinterpret_cast<const int2*>(pieces + mine);
+            const int2 rows = __ldg(from), cols = __ldg(from + 1), band = __ldg(from + 2);
+            // hi may be 2^30 (unbounded); one less sees the same columns and row + hi + 1 stays inside int32.
+            piece = {rows.x, rows.y, cols.x, cols.y, band.x, min(band.y, (1 << 30) - 2)};
+        }
+        const bool touches = mine < block.piece_end && piece.row_begin < warp_row + 16 && piece.row_end > warp_row &&
+                             piece.col_begin < col_end && piece.col_end > block.col_begin;
+        for (uint32_t left = __ballot_sync(~0u, touches); left != 0; left &= left - 1) {
+            const int from = __ffs(static_cast<int>(left)) - 1;
+            const int row_begin = __shfl_sync(~0u, piece.row_begin, from), row_end = __shfl_sync(~0u, piece.row_end, from);
+            const int first_col = __shfl_sync(~0u, piece.col_begin, from), end_col = __shfl_sync(~0u, piece.col_end, from);
+            const int lo = __shfl_sync(~0u, piece.lo, from), hi = __shfl_sync(~0u, piece.hi, from);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int i = row + 8 * r;
+                const bool inside = i >= row_begin && i < row_end;
+                const int first = max(first_col, i + lo) - block.col_begin;
+                const int end = inside ? min(end_col, i + hi + 1) - block.col_begin : 0;
+#pragma unroll
+                for (int w = 0; w < kWords; ++w) {
+                    const int a = min(max(first - 32 * w, 0), 32);
+                    const int width = max(min(end - 32 * w, 32) - a, 0);
+                    bits.word[r][w] |= ptx::bit_range(static_cast<uint32_t>(a), static_cast<uint32_t>(width));
+                }
+            }
+        }
+    }
+    return bits;
+}
+
+// scores[4 j + 2 r + p] is row r, column 8 j + 2 (lane % 4) + p: those not visible become `hidden`.
+template <int kWords, int N>
+__device__ __forceinline__ void hide_columns(float (&scores)[N], const ColumnBits<2, kWords>& bits, int lane, float hidden) {
+    static_assert(N == 32 * kWords / 2);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const uint32_t own = bits.word[r][w] >> (2 * (lane % 4));
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+#pragma unroll
+                for (int p = 0; p < 2; ++p) {
+                    float& score = scores[4 * (4 * w + j) + 2 * r + p];
+                    score = (own & (1u << (8 * j + p))) ? score : hidden;
+                }
+            }
+        }
+    }
+}
+
+}  // namespace magi

@@ -1,0 +1,416 @@
+// Forward attention of one (query tile, head) per work item: online softmax over all blocks that touch the tile, out written once.
+// Knows the work list and tensor maps; nothing of torch, masks as users see them, or steps.
+//
+// Roles: warpgroup 0 loads (one thread: TMA for Q, K, V; it also walks the work list and describes each block in shared memory), the others
+// multiply, 64 rows each. Inside a multiplying warpgroup the scores of block j + 1 are issued before the softmax of block j is used, and the
+// warpgroups take turns at the tensor cores (ping-pong), so that one computes exponentials while another multiplies.
+// Softmax without a second pass: Milakov and Gimelshein, arXiv:1805.02867; tiling: Dao et al., arXiv:2205.14135, Shah et al., arXiv:2407.08608.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "attention/launch.h"
+#include "attention/sm90/block_mask.cuh"
+#include "attention/sm90/tiles.h"
+#include "attention/sm90/schedule.cuh"
+#include "attention/sm90/softmax.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace magi::sm90 {
+
+template <class T_, int kDim_, bool kSoftcap_>
+struct ForwardTraits {
+    using T = T_;
+    static constexpr int kDim = kDim_;
+    static constexpr bool kSoftcap = kSoftcap_;
+    static constexpr int kRows = kForwardTileRows;
+    static constexpr int kCols = kForwardBlockCols;
+    static constexpr int kGroups = kRows / 64;  // multiplying warpgroups
+    static constexpr int kThreads = 128 * (kGroups + 1);
+    static constexpr int kStages = 2;
+    static constexpr int kHalves = kDim / 64;  // 128-byte wide columns of a row
+    static constexpr int kLoadRegisters = kGroups == 2 ? 40 : 32;
+    static constexpr int kMathRegisters = kGroups == 2 ? 232 : 160;
+};
+
+template <class Traits>
+struct alignas(1024) ForwardShared {
+    typename Traits::T q[Traits::kRows * Traits::kDim];
+    typename Traits::T k[Traits::kStages][Traits::kCols * Traits::kDim];
+    typename Traits::T v[Traits::kStages][Traits::kCols * Traits::kDim];
+    typename Traits::T out[Traits::kRows * Traits::kDim];
+    Block block[Traits::kStages];
+    Item item;  // tile < 0: no more work
+    int32_t has_blocks;
+    uint64_t q_full, q_empty;
+    uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
+    uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+};
+
+struct ForwardParams {
+    CUtensorMap q, k, v, out;
+    Work work;
+    Schedule schedule;
+    int32_t total_q, total_k, num_heads_q, heads_per_group;
+    float scale_log2;    // of the scores as they enter the softmax: scale * log2(e), or softcap * log2(e)
+    float scale_softcap; // scale / softcap
+    float scale_natural; // scale, or softcap: raw maximum to logit
+    void* out_rows;      // for fp32 output, and accumulate
+    int32_t out_is_fp32, accumulate;
+    float* lse;
+    const float* sink_lse;
+    int64_t sink_token_stride;
+    float* max_logits;
+};
+
+// All 64-element columns of one block; completes on `full`.
+template <class Traits>
+__device__ __forceinline__ void load_block(typename Traits::T* to, const CUtensorMap* map, uint64_t* full, int col, int head) {
+    ptx::mbarrier_arrive_expect(full, Traits::kCols * Traits::kDim * 2);
+#pragma unroll
+    for (int half = 0; half < Traits::kHalves; ++half) ptx::tma_load(to + half * Traits::kCols * 64, map, full, 64 * half, col, head);
+}
+
+// One thread walks work items, segments and blocks, and keeps the rings full. It has few registers: little is kept over a loop.
+template <class Traits>
+__device__ __forceinline__ void load_forward(const ForwardParams& params, ForwardShared<Traits>& shared) {
+    ptx::Ring<Traits::kStages> ring;
+    uint32_t q_parity = 1;
+    for (int32_t index = blockIdx.x; index < params.schedule.num_items; index = gridDim.x + atomicAdd(params.schedule.counter, 1)) {
+        const Item item = item_at(params.schedule, params.work, index);
+        int32_t segment_idx = __ldg(params.work.segment_offsets + item.tile);
+        const int32_t segment_end = __ldg(params.work.segment_offsets + item.tile + 1);
+        const int32_t kv_head = item.head / params.heads_per_group;
+
+        ptx::mbarrier_wait(&shared.q_empty, q_parity);
+        q_parity ^= 1;
+        shared.item = item;
+        shared.has_blocks = segment_idx < segment_end;
+        if (segment_idx == segment_end) {
+            ptx::mbarrier_arrive(&shared.q_full);
+            continue;
+        }
+        ptx::mbarrier_arrive_expect(&shared.q_full, Traits::kRows * Traits::kDim * 2);
+#pragma unroll
+        for (int half = 0; half < Traits::kHalves; ++half)
+            ptx::tma_load(shared.q + half * Traits::kRows * 64, &params.q, &shared.q_full, 64 * half, item.tile * Traits::kRows, item.head);
+
+        for (; segment_idx < segment_end; ++segment_idx) {
+            const int4 segment = __ldg(reinterpret_cast<const int4*>(params.work.segments) + segment_idx);
+            for (int32_t col = segment.x; col < segment.y; col += Traits::kCols) {
+                const bool is_last = segment_idx + 1 == segment_end && col + Traits::kCols >= segment.y;
+                ptx::mbarrier_wait(&shared.k_empty[ring.stage], ring.parity ^ 1);
+                shared.block[ring.stage] = {col, min(segment.y - col, Traits::kCols) | (is_last ? Block::kLast : 0), segment.z, segment.w};
+                load_block<Traits>(shared.k[ring.stage], &params.k, &shared.k_full[ring.stage], col, kv_head);
+                ptx::mbarrier_wait(&shared.v_empty[ring.stage], ring.parity ^ 1);
+                load_block<Traits>(shared.v[ring.stage], &params.v, &shared.v_full[ring.stage], col, kv_head);
+                ring.advance();
+            }
+        }
+    }
+    ptx::mbarrier_wait(&shared.q_empty, q_parity);
+    shared.item = {-1, 0};
+    ptx::mbarrier_arrive(&shared.q_full);
+}
+
+// The multiplying side of one warpgroup.
+template <class Traits>
+struct ForwardMath {
+    using T = typename Traits::T;
+    static constexpr int kHalfBytes = Traits::kCols * 128;
+    static constexpr int kWords = Traits::kCols / 32;
+    static constexpr int kScores = Traits::kCols / 2;
+    static constexpr int kOut = Traits::kDim / 2;
+
+    const ForwardParams& params;
+    ForwardShared<Traits>& shared;
+    const int group, lane, warp;  // warp of the warpgroup
+    ptx::Ring<Traits::kStages> ring;
+
+    // Warpgroups issue their matrix products in turns; barriers 1 .. kGroups.
+    __device__ __forceinline__ void wait_for_turn() { ptx::named_sync(1 + group, 128 * Traits::kGroups); }
+    __device__ __forceinline__ void pass_turn() {
+#pragma unroll
+        for (int other = 1; other < Traits::kGroups; ++other)
+            ptx::named_arrive(1 + (group + other) % Traits::kGroups, 128 * Traits::kGroups);
+    }
+    __device__ __forceinline__ void sync_group() { ptx::named_sync(8 + group, 128); }
+    __device__ __forceinline__ bool is_leader() const { return warp == 0 && lane == 0; }
+    // One arrival per warp.
+    __device__ __forceinline__ void release(uint64_t* barrier) {
+        if (lane == 0) ptx::mbarrier_arrive(barrier);
+    }
+
+    __device__ __forceinline__ void issue_scores(float (&scores)[kScores], int stage) {
+        const uint64_t q = ptx::operand(shared.q + group * 64 * 64);
+        const uint64_t k = ptx::operand(shared.k[stage]);
+        ptx::pin(scores);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Traits::kDim / 16; ++step) {
+            const int half = step / 4, within = 32 * (step % 4);
+            ptx::Wgmma<T, Traits::kCols, false, false>::ss(scores, ptx::advance(q, half * Traits::kRows * 128 + within),
+                                                           ptx::advance(k, half * kHalfBytes + within), step != 0);
+        }
+        ptx::wgmma_commit();
+    }
+
+    __device__ __forceinline__ void issue_values(float (&out)[kOut], uint32_t (&weights)[kScores / 2], int stage, bool accumulate) {
+        const uint64_t v = ptx::operand(shared.v[stage], kHalfBytes);
+        ptx::pin(out);
+        ptx::pin(weights);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Traits::kCols / 16; ++step)
+            ptx::Wgmma<T, Traits::kDim, false, true>::rs(out, weights[4 * step], weights[4 * step + 1], weights[4 * step + 2],
+                                                         weights[4 * step + 3], ptx::advance(v, step * 2048), accumulate || step != 0);
+        ptx::wgmma_commit();
+    }
+
+    // Rows of the value block past the columns that exist hold whatever memory held, and 0 * NaN is NaN. Both warpgroups write the same zeros.
+    __device__ __forceinline__ void clear_missing_values(const Block& block, int stage) {
+        const int num_cols = block.num_cols();
+        if (num_cols == Traits::kCols || block.col_begin + num_cols >= params.total_k) return;
+        const uint32_t base = ptx::shared_address(shared.v[stage]);
+        const int chunks = (Traits::kCols - num_cols) * 8;
+        for (int half = 0; half < Traits::kHalves; ++half)
+            for (int chunk = 32 * warp + lane; chunk < chunks; chunk += 128)
+                ptx::store_zeros(base + half * kHalfBytes + num_cols * 128 + chunk * 16);
+        ptx::fence_async_shared();
+        sync_group();
+    }
+
+    __device__ __forceinline__ void cap_scores(float (&scores)[kScores]) {
+        if constexpr (Traits::kSoftcap) {
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) scores[i] = tanh_exact(scores[i] * params.scale_softcap);
+        }
+    }
+
+    __device__ __forceinline__ void pack_weights(uint32_t (&weights)[kScores / 2], const float (&scores)[kScores]) {
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) weights[i] = ptx::pack<T>(scores[2 * i], scores[2 * i + 1]);
+    }
+
+    __device__ __forceinline__ void run();
+    __device__ __forceinline__ void attend(const Item& item, float (&out)[kOut], SoftmaxRows& rows);
+    __device__ __forceinline__ void finish(const Item& item, float (&out)[kOut], SoftmaxRows& rows);
+    __device__ __forceinline__ void finish_empty(const Item& item);
+    __device__ __forceinline__ void store_fp32(const Item& item, const float (&out)[kOut], int row, const float (&keep)[2]);
+    __device__ __forceinline__ void store_through_shared(const Item& item, const float (&out)[kOut]);
+};
+
+template <class Traits>
+__device__ __forceinline__ void ForwardMath<Traits>::attend(const Item& item, float (&out)[kOut], SoftmaxRows& rows) {
+    const int warp_row = item.tile * Traits::kRows + group * 64 + warp * 16;
+    float scores[kScores];
+    uint32_t weights[kScores / 2];
+
+    ptx::mbarrier_wait(&shared.k_full[ring.stage], ring.parity);
+    Block block = shared.block[ring.stage];
+    wait_for_turn();
+    issue_scores(scores, ring.stage);
+    pass_turn();
+    ColumnBits<2, kWords> bits;
+    if (block.is_edge()) bits = visible_columns<kWords>(params.work.pieces, block, warp_row, lane);
+    ptx::wgmma_wait<0>();
+    ptx::pin(scores);
+    release(&shared.k_empty[ring.stage]);
+    cap_scores(scores);
+    if (block.is_edge()) hide_columns<kWords>(scores, bits, lane, -INFINITY);
+    float rescale[2];
+    rows.update(scores, params.scale_log2, rescale);
+    pack_weights(weights, scores);
+
+    bool is_first = true;
+    while (!block.is_last()) {
+        const ptx::Ring<Traits::kStages> previous = ring;
+        const Block previous_block = block;
+        ring.advance();
+        ptx::mbarrier_wait(&shared.k_full[ring.stage], ring.parity);
+        block = shared.block[ring.stage];
+        wait_for_turn();
+        issue_scores(scores, ring.stage);
+        ptx::mbarrier_wait(&shared.v_full[previous.stage], previous.parity);
+        clear_missing_values(previous_block, previous.stage);
+        issue_values(out, weights, previous.stage, !is_first);
+        is_first = false;
+        pass_turn();
+        if (block.is_edge()) {
+            // With three groups there are no registers left for this beside a product in flight.
+            if constexpr (Traits::kGroups == 3) ptx::wgmma_wait<0>();
+            bits = visible_columns<kWords>(params.work.pieces, block, warp_row, lane);
+        }
+        ptx::wgmma_wait<1>();
+        ptx::pin(scores);
+        release(&shared.k_empty[ring.stage]);
+        cap_scores(scores);
+        if (block.is_edge()) hide_columns<kWords>(scores, bits, lane, -INFINITY);
+        rows.update(scores, params.scale_log2, rescale);
+        ptx::wgmma_wait<0>();
+        ptx::pin(out);
+        release(&shared.v_empty[previous.stage]);
+        pack_weights(weights, scores);
+#pragma unroll
+        for (int i = 0; i < kOut; ++i) out[i] *= rescale[(i / 2) % 2];
+    }
+    release(&shared.q_empty);
+    ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.parity);
+    clear_missing_values(block, ring.stage);
+    issue_values(out, weights, ring.stage, !is_first);
+    ptx::wgmma_wait<0>();
+    ptx::pin(out);
+    release(&shared.v_empty[ring.stage]);
+    ring.advance();
+}
+
+// Normalise, join the sink or what out already holds, write out and lse.
+template <class Traits>
+__device__ __forceinline__ void ForwardMath<Traits>::finish(const Item& item, float (&out)[kOut], SoftmaxRows& rows) {
+    rows.join_quad();
+    const int row = item.tile * Traits::kRows + group * 64 + warp * 16 + lane / 4;
+    if (params.max_logits != nullptr) rows.raise_maximum(params.max_logits + item.head, params.scale_natural, lane);
+    float factor[2], keep[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int i = row + 8 * r;
+        const bool exists = i < params.total_q;
+        float* lse = params.lse + static_cast<int64_t>(i) * params.num_heads_q + item.head;
+        float other = -INFINITY;
+        if (params.accumulate && exists) other = *lse;
+        if (params.sink_lse != nullptr && exists) other = params.sink_lse[i * params.sink_token_stride + item.head];
+        const float total = rows.join(r, params.scale_log2, other, factor[r], keep[r]);
+        if (exists && lane % 4 == 0) *lse = total;
+    }
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) out[i] = factor[(i / 2) % 2] == 0 ? 0.0f : out[i] * factor[(i / 2) % 2];  // 0 * NaN is not 0
+    if (params.out_is_fp32)
+        store_fp32(item, out, row, keep);
+    else
+        store_through_shared(item, out);
+}
+
+template <class Traits>
+__device__ __forceinline__ void ForwardMath<Traits>::store_fp32(const Item& item, const float (&out)[kOut], int row, const float (&keep)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int i = row + 8 * r;
+        if (i >= params.total_q) continue;
+        float* to = static_cast<float*>(params.out_rows) + (static_cast<int64_t>(i) * params.num_heads_q + item.head) * Traits::kDim;
+#pragma unroll
+        for (int j = 0; j < Traits::kDim / 8; ++j) {
+            float2* pair = reinterpret_cast<float2*>(to + 8 * j + 2 * (lane % 4));
+            float2 value = {out[4 * j + 2 * r], out[4 * j + 2 * r + 1]};
+            if (params.accumulate && keep[r] != 0) {
+                const float2 held = *pair;
+                value.x += keep[r] * held.x;
+                value.y += keep[r] * held.y;
+            }
+            *pair = value;
+        }
+    }
+}
+
+template <class Traits>
+__device__ __forceinline__ void ForwardMath<Traits>::store_through_shared(const Item& item, const float (&out)[kOut]) {
+    if (is_leader()) ptx::tma_wait_read<0>();  // the store of the tile before has left the buffer
+    sync_group();
+    const int row = warp * 16 + lane % 16;  // of the warpgroup
+#pragma unroll
+    for (int j = 0; j < Traits::kDim / 16; ++j) {
+        const int half = j / 4, chunk = 2 * (j % 4) + lane / 16;
+        const uint32_t to = ptx::shared_address(shared.out) + (group * Traits::kHalves + half) * 8192 + row * 128 + ((chunk ^ (row % 8)) * 16);
+        ptx::store_matrices(to, ptx::pack<T>(out[8 * j], out[8 * j + 1]), ptx::pack<T>(out[8 * j + 2], out[8 * j + 3]),
+                            ptx::pack<T>(out[8 * j + 4], out[8 * j + 5]), ptx::pack<T>(out[8 * j + 6], out[8 * j + 7]));
+    }
+    ptx::fence_async_shared();
+    sync_group();
+    if (is_leader()) {
+        for (int half = 0; half < Traits::kHalves; ++half)
+            ptx::tma_store(&params.out, shared.out + (group * Traits::kHalves + half) * 4096, 64 * half,
+                           item.tile * Traits::kRows + group * 64, item.head);
+        ptx::tma_commit();
+    }
+}
+
+// A tile that sees nothing: zeros and -inf (or the sink); when accumulating, what is there stays.
+template <class Traits>
+__device__ __forceinline__ void ForwardMath<Traits>::finish_empty(const Item& item) {
+    if (params.accumulate) return;
+    const int first = item.tile * Traits::kRows + group * 64;
+    const int num_rows = min(64, params.total_q - first);
+    const int element_bytes = params.out_is_fp32 ? 4 : 2;
+    const int chunks = Traits::kDim * element_bytes / 16;
+    for (int at = warp * 32 + lane; at < num_rows * chunks; at += 128) {
+        const int64_t offset = (static_cast<int64_t>(first + at / chunks) * params.num_heads_q + item.head) * Traits::kDim * element_bytes;
+        *reinterpret_cast<int4*>(static_cast<char*>(params.out_rows) + offset + (at % chunks) * 16) = int4{0, 0, 0, 0};
+    }
+    for (int at = warp * 32 + lane; at < num_rows; at += 128) {
+        const int64_t i = first + at;
+        params.lse[i * params.num_heads_q + item.head] =
+            params.sink_lse != nullptr ? params.sink_lse[i * params.sink_token_stride + item.head] : -INFINITY;
+    }
+}
+
+template <class Traits>
+__device__ __forceinline__ void ForwardMath<Traits>::run() {
+    // Turns go 0, 1, .. round and round: before the first one everybody has what the groups after it would have passed on.
+    for (int earlier = 0; earlier < group; ++earlier) ptx::named_arrive(1 + earlier, 128 * Traits::kGroups);
+    for (uint32_t q_parity = 0;; q_parity ^= 1) {
+        ptx::mbarrier_wait(&shared.q_full, q_parity);
+        const Item item = shared.item;
+        const bool has_blocks = shared.has_blocks != 0;
+        if (item.tile < 0) break;
+        if (!has_blocks) {
+            __syncwarp();
+            release(&shared.q_empty);
+            finish_empty(item);
+            continue;
+        }
+        float out[kOut];
+        SoftmaxRows rows;
+        attend(item, out, rows);
+        finish(item, out, rows);
+    }
+    if (is_leader()) ptx::tma_wait<0>();
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams params) {
+    extern __shared__ char raw[];
+    auto& shared = *reinterpret_cast<ForwardShared<Traits>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+    const int group = threadIdx.x / 128;
+    if (threadIdx.x == 0) {
+        ptx::prefetch_map(&params.q);
+        ptx::prefetch_map(&params.k);
+        ptx::prefetch_map(&params.v);
+        ptx::prefetch_map(&params.out);
+        constexpr int kWarps = 4 * Traits::kGroups;
+        ptx::mbarrier_init(&shared.q_full, 1);
+        ptx::mbarrier_init(&shared.q_empty, kWarps);
+        for (int stage = 0; stage < Traits::kStages; ++stage) {
+            ptx::mbarrier_init(&shared.k_full[stage], 1);
+            ptx::mbarrier_init(&shared.v_full[stage], 1);
+            ptx::mbarrier_init(&shared.k_empty[stage], kWarps);
+            ptx::mbarrier_init(&shared.v_empty[stage], kWarps);
+        }
+        ptx::fence_barrier_init();
+    }
+    __syncthreads();
+    if (group == 0) {
+        ptx::lower_registers<Traits::kLoadRegisters>();
+        if (threadIdx.x == 0) load_forward<Traits>(params, shared);
+    } else {
+        ptx::raise_registers<Traits::kMathRegisters>();
+        ForwardMath<Traits> math{params, shared, group - 1, static_cast<int>(threadIdx.x % 32), static_cast<int>(threadIdx.x % 128 / 32), {}};
+        math.run();
+    }
+}
+
+}  // namespace magi::sm90

@@ -1,0 +1,59 @@
+// One forward kernel with its launcher; compiled once per variant with
+//   -DMAGI_VARIANT_DTYPE=bf16|fp16 -DMAGI_VARIANT_HEAD_DIM=64|128 -DMAGI_VARIANT_SOFTCAP=0|1
+#include "attention/sm90/forward.cuh"
+#include "attention/sm90/host.h"
+#include "attention/sm90/variant.h"
+
+namespace magi {
+
+int MAGI_VARIANT_NAME(forward)(const ForwardArgs& args, cudaStream_t stream) {
+    using Traits = sm90::ForwardTraits<VariantElement, MAGI_VARIANT_HEAD_DIM, MAGI_VARIANT_SOFTCAP != 0>;
+    const AttentionShape& shape = args.shape;
+    constexpr int kDim = Traits::kDim;
+    const int32_t group = shape.num_heads_q / shape.num_heads_kv;
+    sm90::ForwardParams params{};
+    params.work = args.work;
+    params.total_q = shape.total_q;
+    params.total_k = shape.total_k;
+    params.num_heads_q = shape.num_heads_q;
+    params.heads_per_group = group;
+    constexpr float kLog2e = 1.4426950408889634f;
+    // A scale of 0 would turn the -inf of a hidden score into NaN; this one gives the same weights.
+    const float scale = std::max(shape.softmax_scale, 1e-30f);
+    params.scale_natural = Traits::kSoftcap ? shape.softcap : scale;
+    params.scale_log2 = params.scale_natural * kLog2e;
+    params.scale_softcap = Traits::kSoftcap ? scale / shape.softcap : 0;
+    params.out_rows = args.out;
+    params.out_is_fp32 = args.out_dtype == Dtype::fp32;
+    params.accumulate = args.accumulate;
+    params.lse = args.lse;
+    params.sink_lse = args.sink_lse;
+    params.sink_token_stride = args.sink_token_stride;
+    params.max_logits = args.max_logits;
+    params.schedule = make_schedule(args.work, shape.num_heads_q, group, int64_t{4} * shape.total_k * kDim, args.counter);
+    if (params.schedule.num_items == 0) return 0;
+
+    // Without keys nothing is loaded; the maps still need some valid address.
+    const bool has_keys = shape.total_k > 0;
+    const TokenTensor& k = has_keys ? args.k : args.q;
+    const TokenTensor& v = has_keys ? args.v : args.q;
+    const int32_t num_keys = has_keys ? shape.total_k : shape.total_q;
+    const int32_t key_heads = has_keys ? shape.num_heads_kv : shape.num_heads_q;
+    const TokenTensor out{args.out, int64_t{shape.num_heads_q} * kDim, kDim};
+    if (encode_map(params.q, args.q, shape.dtype, shape.total_q, shape.num_heads_q, kDim, {64, Traits::kRows})) return 1;
+    if (encode_map(params.k, k, shape.dtype, num_keys, key_heads, kDim, {64, Traits::kCols})) return 1;
+    if (encode_map(params.v, v, shape.dtype, num_keys, key_heads, kDim, {64, Traits::kCols})) return 1;
+    if (!params.out_is_fp32 && encode_map(params.out, out, shape.dtype, shape.total_q, shape.num_heads_q, kDim, {64, 64})) return 1;
+
+    constexpr auto kKernel = sm90::forward_kernel<Traits>;
+    constexpr int kShared = sizeof(sm90::ForwardShared<Traits>) + 1024;
+    static const cudaError_t prepared = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    if (prepared != cudaSuccess) return fail("forward kernel", prepared);
+    if (const auto status = cudaMemsetAsync(args.counter, 0, sizeof(int32_t), stream); status != cudaSuccess) return fail("forward counter", status);
+    const int grid = std::min(shape.num_sms, params.schedule.num_items);
+    kKernel<<<grid, Traits::kThreads, kShared, stream>>>(params);
+    if (const auto status = cudaGetLastError(); status != cudaSuccess) return fail("forward launch", status);
+    return 0;
+}
+
+}  // namespace magi

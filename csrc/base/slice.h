@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "base/host_device.h"
+
 namespace magi {
 
 // Token ids are below 2^30, so a band bound of +-2^30 never binds and i + hi stays inside int32.
@@ -21,7 +23,9 @@ struct Slice {
 };
 static_assert(sizeof(Slice) == 24, "Slice is read from numpy int32 [N, 6]");
 
-inline int32_t clamp_bound(int64_t bound) { return static_cast<int32_t>(std::clamp<int64_t>(bound, -kUnbounded, kUnbounded)); }
+MAGI_HOST_DEVICE inline int32_t clamp_bound(int64_t bound) {
+    return static_cast<int32_t>(smaller<int64_t>(larger<int64_t>(bound, -kUnbounded), kUnbounded));
+}
 
 // A bound at or past the sentinel stays unbounded wherever the slice moves.
 inline int32_t move_bound(int32_t bound, int64_t delta) {
@@ -29,18 +33,18 @@ inline int32_t move_bound(int32_t bound, int64_t delta) {
     return clamp_bound(bound + delta);
 }
 
-inline bool has_no_rows(const Slice& s) { return s.q_start >= s.q_end || s.k_start >= s.k_end || s.lo > s.hi; }
+MAGI_HOST_DEVICE inline bool has_no_rows(const Slice& s) { return s.q_start >= s.q_end || s.k_start >= s.k_end || s.lo > s.hi; }
 
 // Shrinks the ranges to the bounding box of the band and replaces bounds that do not bind by the sentinels,
 // so that equal cell sets in one rectangle are equal records. Returns false when no cell is left.
-inline bool tighten(Slice& s) {
+MAGI_HOST_DEVICE inline bool tighten(Slice& s) {
     if (has_no_rows(s)) return false;
     // Row i has a key iff k_start <= i + hi and i + lo <= k_end - 1; the same by columns. All in 64 bits.
-    const int64_t q_start = std::max<int64_t>(s.q_start, int64_t{s.k_start} - s.hi);
-    const int64_t q_end = std::min<int64_t>(s.q_end, int64_t{s.k_end} - s.lo);
+    const int64_t q_start = larger<int64_t>(s.q_start, int64_t{s.k_start} - s.hi);
+    const int64_t q_end = smaller<int64_t>(s.q_end, int64_t{s.k_end} - s.lo);
     if (q_start >= q_end) return false;
-    const int64_t k_start = std::max<int64_t>(s.k_start, q_start + s.lo);
-    const int64_t k_end = std::min<int64_t>(s.k_end, q_end + s.hi);
+    const int64_t k_start = larger<int64_t>(s.k_start, q_start + s.lo);
+    const int64_t k_end = smaller<int64_t>(s.k_end, q_end + s.hi);
     if (k_start >= k_end) return false;
     s.q_start = static_cast<int32_t>(q_start);
     s.q_end = static_cast<int32_t>(q_end);
@@ -52,11 +56,11 @@ inline bool tighten(Slice& s) {
 }
 
 // Cells of the slice inside the rectangle; may be empty (tighten tells).
-inline Slice clip(Slice s, int32_t q_start, int32_t q_end, int32_t k_start, int32_t k_end) {
-    s.q_start = std::max(s.q_start, q_start);
-    s.q_end = std::min(s.q_end, q_end);
-    s.k_start = std::max(s.k_start, k_start);
-    s.k_end = std::min(s.k_end, k_end);
+MAGI_HOST_DEVICE inline Slice clip(Slice s, int32_t q_start, int32_t q_end, int32_t k_start, int32_t k_end) {
+    s.q_start = larger(s.q_start, q_start);
+    s.q_end = smaller(s.q_end, q_end);
+    s.k_start = larger(s.k_start, k_start);
+    s.k_end = smaller(s.k_end, k_end);
     return s;
 }
 
@@ -72,7 +76,7 @@ inline Slice move(Slice s, int64_t dq, int64_t dk) {
 }
 
 // The view of the backward pass: keys walk as rows.
-inline Slice transpose(const Slice& s) { return {s.k_start, s.k_end, s.q_start, s.q_end, -s.hi, -s.lo}; }
+MAGI_HOST_DEVICE inline Slice transpose(const Slice& s) { return {s.k_start, s.k_end, s.q_start, s.q_end, -s.hi, -s.lo}; }
 
 // Cells two slices share: again a slice.
 inline Slice intersect(const Slice& a, const Slice& b) {

@@ -16,6 +16,7 @@ constexpr std::array kOperations = {
     std::pair<const char*, Operation>{"crop", op_crop},
     std::pair<const char*, Operation>{"grid_area", op_grid_area},
     std::pair<const char*, Operation>{"work_list", op_work_list},
+    std::pair<const char*, Operation>{"tile_work", op_tile_work},
     std::pair<const char*, Operation>{"plan_loads", op_plan_loads},
     std::pair<const char*, Operation>{"plan_rank", op_plan_rank},
     std::pair<const char*, Operation>{"wanted_exchange", op_wanted_exchange},

@@ -19,6 +19,7 @@ void op_areas(const Arrays& inputs, Arrays& outputs);
 void op_crop(const Arrays& inputs, Arrays& outputs);
 void op_grid_area(const Arrays& inputs, Arrays& outputs);
 void op_work_list(const Arrays& inputs, Arrays& outputs);
+void op_tile_work(const Arrays& inputs, Arrays& outputs);
 void op_plan_loads(const Arrays& inputs, Arrays& outputs);
 void op_plan_rank(const Arrays& inputs, Arrays& outputs);
 void op_wanted_exchange(const Arrays& inputs, Arrays& outputs);

@@ -1,4 +1,5 @@
 // Plan operations: arrays in, arrays out. Marshalling only.
+#include <numeric>
 #include <string>
 
 #include "base/slice.h"
@@ -10,6 +11,7 @@
 #include "solver/local_slices.h"
 #include "solver/rebuild.h"
 #include "solver/step_loads.h"
+#include "solver/tile_work.h"
 #include "solver/work_list.h"
 
 namespace magi {
@@ -66,6 +68,22 @@ void op_work_list(const Arrays& inputs, Arrays& outputs) {
     WorkList list = build_work_list(inputs.view<Slice>("slices"), inputs.scalar("total_q"), inputs.scalar("tile_m"));
     outputs.set("tile_offsets", std::move(list.tile_offsets));
     outputs.set("pieces", flatten(list.pieces));
+}
+
+// slices int32 [N, 6], num_rows, tile_rows, block_cols, transposed (0 or 1) -> packed int32 (PackedTileWork), costs int32 [num_tiles],
+// layout int64: num_tiles, num_rows, offset_order, offset_segment_offsets, offset_segments, offset_pieces, num_segments, num_pieces,
+// total_cost.
+void op_tile_work(const Arrays& inputs, Arrays& outputs) {
+    const int64_t num_rows = inputs.scalar("num_rows");
+    const TileShape shape{inputs.scalar("tile_rows"), inputs.scalar("block_cols")};
+    TileWork work = build_tile_work(inputs.view<Slice>("slices"), num_rows, shape, inputs.scalar("transposed") != 0);
+    PackedTileWork packed = pack(work);
+    const auto num_segments = static_cast<int64_t>(work.segments.size()), num_pieces = static_cast<int64_t>(work.pieces.size());
+    outputs.set("layout", std::vector<int64_t>{static_cast<int64_t>(work.order.size()), num_rows, packed.offset_order,
+                                               packed.offset_segment_offsets, packed.offset_segments, packed.offset_pieces, num_segments,
+                                               num_pieces, std::accumulate(work.costs.begin(), work.costs.end(), int64_t{0})});
+    outputs.set("packed", std::move(packed.values));
+    outputs.set("costs", std::move(work.costs));
 }
 
 // slices, q_* and k_* (read_ownership), the rule (read_rule), degrees int64 [K] -> areas, local_areas, recv_rows, send_rows int64 [R];

@@ -38,7 +38,7 @@ WorkList build_work_list(std::span<const Slice> slices, int64_t total_q, int64_t
     int64_t num_pieces = 0;
     for (const TileSpan& span : spans) num_pieces += span.end_tile - span.first_tile;
     if (num_pieces > std::numeric_limits<int32_t>::max() / 6)
-        throw InputError("tile_m=" + std::to_string(tile_m) + " cuts the slices in " + std::to_string(num_pieces) +
+        throw InputError("tiles of " + std::to_string(tile_m) + " rows cut the slices in " + std::to_string(num_pieces) +
                          " pieces; take larger tiles");
 
     const auto num_tiles = static_cast<size_t>((total_q + tile_m - 1) / tile_m);

@@ -1,0 +1,116 @@
+// The tile work list counts every visible cell once: block by block against the slices, on random masks and on known ones.
+#include "solver/tile_work.h"
+
+#include <algorithm>
+
+#include "check.h"
+
+#include "base/arrays.h"
+#include "base/tile_cost.h"
+
+using namespace magi;
+using namespace magi::test;
+
+namespace {
+
+constexpr int32_t kCells = 60;
+
+// Random slices without a doubly covered cell.
+std::vector<Slice> random_mask(Random& random) {
+    std::vector<Slice> kept;
+    for (int round = 0; round < 8; ++round) {
+        const Slice candidate = random.slice(kCells, kCells);
+        bool overlaps = false;
+        for (const Slice& other : kept) overlaps = overlaps || area(intersect(candidate, other)) > 0;
+        if (!overlaps) kept.push_back(candidate);
+    }
+    return kept;
+}
+
+int count_segment(const TileWork& work, const TileSegment& segment, int32_t row, int32_t col) {
+    if (col < segment.col_begin || col >= segment.col_end) return 0;
+    if (segment.piece_begin == segment.piece_end) return 1;
+    int count = 0;
+    for (int32_t idx = segment.piece_begin; idx < segment.piece_end; ++idx) count += sees(work.pieces[static_cast<size_t>(idx)], row, col);
+    return count;
+}
+
+void check_cells(const std::vector<Slice>& slices, TileShape shape, bool is_transposed) {
+    const TileWork work = build_tile_work(slices, kCells, shape, is_transposed);
+    const auto num_tiles = static_cast<size_t>((kCells + shape.tile_rows - 1) / shape.tile_rows);
+    CHECK_EQUAL(work.order.size(), num_tiles);
+    CHECK_EQUAL(work.segment_offsets.size(), num_tiles + 1);
+    for (int32_t row = 0; row < kCells; ++row) {
+        const auto tile = static_cast<size_t>(row / shape.tile_rows);
+        for (int32_t col = 0; col < kCells; ++col) {
+            int expected = 0, found = 0;
+            for (const Slice& slice : slices) expected += is_transposed ? sees(slice, col, row) : sees(slice, row, col);
+            for (int32_t idx = work.segment_offsets[tile]; idx < work.segment_offsets[tile + 1]; ++idx)
+                found += count_segment(work, work.segments[static_cast<size_t>(idx)], row, col);
+            CHECK_EQUAL(found, expected);
+        }
+    }
+    for (size_t idx = 1; idx < num_tiles; ++idx) {
+        const int32_t before = work.order[idx - 1], after = work.order[idx];
+        const int32_t cost_before = work.costs[static_cast<size_t>(before)], cost_after = work.costs[static_cast<size_t>(after)];
+        CHECK(cost_before > cost_after || (cost_before == cost_after && before < after));
+    }
+}
+
+void check_causal() {
+    const TileWork work = build_tile_work(causal_documents({1024}), 1024, {128, 128}, false);
+    CHECK_EQUAL(work.segments.size(), 15u);
+    CHECK_EQUAL(work.pieces.size(), 8u);
+    CHECK_EQUAL(work.costs[7], 7 * kInteriorBlockCost + kEdgeBlockCost + kTileCost);
+    CHECK_EQUAL(work.order[0], 7);
+    const PackedTileWork packed = pack(work);
+    CHECK_EQUAL(packed.offset_segments % 4, 0);
+    CHECK_EQUAL(packed.values.size(), static_cast<size_t>(packed.offset_pieces + 6 * 8));
+    CHECK_EQUAL(packed.values[static_cast<size_t>(packed.offset_order)], 7);
+    CHECK_EQUAL(packed.values[static_cast<size_t>(packed.offset_segment_offsets) + 8], 15);
+    CHECK_EQUAL(packed.values[static_cast<size_t>(packed.offset_segments)], 0);
+    CHECK_EQUAL(packed.values[static_cast<size_t>(packed.offset_pieces) + 1], 128);
+}
+
+void check_costs() {
+    CHECK_EQUAL(tile_cost(0, 0), 0);
+    CHECK_EQUAL(tile_cost(2, 3), 2 * 1024 + 3 * 1300 + 600);
+    CHECK_EQUAL(tile_cost(int64_t{1} << 29, 0), kMaxTileCost);
+}
+
+void check_empty() {
+    const TileWork nothing = build_tile_work({}, 0, {128, 128}, false);
+    CHECK(nothing.order.empty() && nothing.segment_offsets.size() == 1 && pack(nothing).values.size() == 8);
+    const TileWork rows_only = build_tile_work({}, 300, {128, 128}, true);
+    CHECK(rows_only.order == std::vector<int32_t>({0, 1, 2}) && rows_only.segments.empty());
+}
+
+template <class Call>
+void check_refused(Call call) {
+    bool is_refused = false;
+    try {
+        call();
+    } catch (const InputError&) {
+        is_refused = true;
+    }
+    CHECK(is_refused);
+}
+
+}  // namespace
+
+int main() {
+    Random random(11);
+    for (int round = 0; round < 150; ++round) {
+        const std::vector<Slice> slices = random_mask(random);
+        const TileShape shape{random.between(1, 40), random.between(1, 24)};
+        check_cells(slices, shape, false);
+        check_cells(slices, shape, true);
+    }
+    check_causal();
+    check_costs();
+    check_empty();
+    check_refused([] { build_tile_work({}, -1, {128, 128}, false); });
+    check_refused([] { build_tile_work({}, 8, {0, 128}, false); });
+    check_refused([] { build_tile_work({}, 8, {128, 0}, false); });
+    return report("tile_work");
+}

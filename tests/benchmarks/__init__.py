@@ -1,0 +1,1 @@
+"""Tests of the programs in benchmarks/, without a GPU."""

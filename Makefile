@@ -2,20 +2,23 @@
 #   make test PYTHON=python3.12        another interpreter
 #   make test TORCH=torch==2.11.0      another torch (ci/torch_args.py says from where)
 #   make demo ARGS="--data ~/books"    arguments of the demo, or of pytest
+#   make kernels ARGS="forward:bf16:128:0"   one CUDA kernel (docs/contributing/build_kernels.md)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
-CXX_SOURCES := $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h csrc/*/*/*.cpp)
-BUILD_INPUTS := pyproject.toml setup.py $(CXX_SOURCES)
+SOURCE_KINDS := h cpp cu cuh
+CXX_SOURCES := $(foreach kind,$(SOURCE_KINDS),$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind)))
+BUILD_INPUTS := pyproject.toml setup.py csrc/attention/variants.txt $(wildcard ci/kernel_build/*.py) $(CXX_SOURCES)
+LAID_OUT := $(foreach kind,$(SOURCE_KINDS),'csrc/*.$(kind)' 'tests/*.$(kind)')
 CLEAN_DIR := build/wheel-check
 
 # Torch threads that wait without spinning: on a busy machine small operations are else up to 30 times slower.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo test lint format types cpp-test rules docs figures support wheel wheel-check clean
+.PHONY: help demo test kernels lint format types cpp-test rules docs figures support wheel wheel-check clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -38,18 +41,21 @@ demo: $(VENV)/.installed-demo ## train a small model on real text over 4 ranks, 
 test: $(VENV)/.installed-dev ## the whole CPU test suite
 	$(PY) -m pytest $(ARGS)
 
+kernels: ## compile the CUDA kernels, or those of ARGS, and print their registers and spills (nvcc, no venv)
+	$(PYTHON) ci/compile_kernels.py $(ARGS)
+
 rules: $(VENV)/.installed-dev ## import directions, file budgets, documentation
 	$(PY) -m pytest tests/rules -q
 
 lint: $(VENV)/.installed-dev ## ruff and clang-format, changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/*.cpp' 'tests/*.h')
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files $(LAID_OUT))
 
 format: $(VENV)/.installed-dev ## let ruff and clang-format rewrite the files
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/*.cpp' 'tests/*.h')
+	$(VENV)/bin/clang-format -i $$(git ls-files $(LAID_OUT))
 
 types: $(VENV)/.installed-dev ## mypy, strict
 	$(PY) -m mypy
@@ -72,16 +78,16 @@ wheel: $(VENV)/.installed-dev ## a wheel into dist/
 	$(PY) -m pip wheel -q --no-deps -w dist .
 
 # Nothing of this folder may be needed: the wheel goes to a venv of its own and runs from there.
-wheel-check: $(VENV)/.torch ## wheel, clean venv, import, self-test from another folder
+wheel-check: $(VENV)/.torch ## wheel, clean venv, import, kernels in it, self-test from another folder
 	rm -rf $(CLEAN_DIR) && mkdir -p $(CLEAN_DIR)/run
 	$(PY) -m pip wheel -q --no-deps -w $(CLEAN_DIR)/dist .
 	$(PYTHON) -m venv $(CLEAN_DIR)/venv
 	$(CLEAN_DIR)/venv/bin/python -m pip install -q $$($(PY) ci/torch_args.py "$(TORCH)")
 	$(CLEAN_DIR)/venv/bin/python -m pip install -q $(CLEAN_DIR)/dist/*.whl
-	cd $(CLEAN_DIR)/run && ../venv/bin/python -c "import magi_attention; print('imported', magi_attention.__version__, 'from', magi_attention.__path__[0])"
+	cd $(CLEAN_DIR)/run && ../venv/bin/python ../../../ci/check_wheel.py
 	cd $(CLEAN_DIR)/run && ../venv/bin/python -m magi_attention.doctor
 	cd $(CLEAN_DIR)/run && ../venv/bin/python -m magi_attention.selftest --ranks 2
 
 clean: ## remove what the commands above made
-	rm -rf $(VENV) build dist site demo_out *.egg-info magi_attention/_solver*.so magi_attention/_version.py
+	rm -rf $(VENV) build dist site demo_out *.egg-info magi_attention/_solver*.so magi_attention/_ffa*.so magi_attention/_version.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,15 @@
-"""Builds the C++ solver (always). No GPU, torch or CUDA is needed or looked at."""
+"""Builds the C++ solver (always) and the CUDA kernels (when there is an nvcc). No GPU or torch is needed or looked at.
+
+MAGI_BUILD_KERNELS     1: no kernels is an error; 0: build none; not set: build them when nvcc is found
+MAGI_BUILD_VARIANTS    the variants to build, like "forward:bf16:128:0,backward" (globs; all when not set)
+MAX_JOBS               compilers that run at once
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +18,14 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "ci"))  # an isolated build does not look beside setup.py
+
+from kernel_build.library import build_library, wanted_sources  # noqa: E402
+from kernel_build.toolchain import find_toolchain, require_toolchain  # noqa: E402
+from kernel_build.variants import BuildError  # noqa: E402
+
+KERNELS = "magi_attention._ffa"
 
 CXX20_PROBE = """
 #include <concepts>
@@ -24,8 +39,22 @@ def solver_sources() -> list[str]:
     return sorted(str(p.relative_to(ROOT)) for folder in ("solver", "bindings") for p in (ROOT / "csrc" / folder).glob("*.cpp"))
 
 
-class BuildSolver(build_ext):
-    """A plain shared library (C ABI, loaded with ctypes), so its name carries no Python tag."""
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+class BuildLibraries(build_ext):
+    """Plain shared libraries (C ABI, loaded with ctypes), so their names carry no Python tag."""
+
+    def run(self) -> None:
+        try:
+            self.kernels, why = wanted_sources(ROOT, os.environ.get("MAGI_BUILD_KERNELS", ""), *find_toolchain())
+        except BuildError as error:
+            raise SystemExit(f"error: {error}") from None
+        if self.kernels is None:
+            say(f"building without CUDA kernels: {why}; attention on GPUs will run the slow torch path")
+            self.extensions = [ext for ext in self.extensions if ext.name != KERNELS]
+        super().run()
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
@@ -34,9 +63,26 @@ class BuildSolver(build_ext):
         return []
 
     def build_extensions(self) -> None:
+        # What an earlier build left there would go into the wheel.
+        Path(self.get_ext_fullpath(KERNELS)).unlink(missing_ok=True)
         self._require_cxx20()
         self._compile_files_side_by_side()
         super().build_extensions()
+
+    def build_extension(self, ext: Extension) -> None:
+        if ext.name != KERNELS:
+            super().build_extension(ext)
+            return
+        assert self.kernels is not None
+        try:
+            library = build_library(self.kernels, require_toolchain(), os.environ.get("MAGI_BUILD_VARIANTS", ""), say)
+        except BuildError as error:
+            raise SystemExit(f"error: {error}") from None
+        if library.faults:
+            raise SystemExit("these kernels are not fit to be installed:\n  " + "\n  ".join(library.faults))
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(library.path, target)
 
     def _require_cxx20(self) -> None:
         """One sentence instead of a page of compiler errors."""
@@ -81,7 +127,8 @@ setup(
             # -ffp-contract=off: cost-model doubles must round the same on every machine, every rank plans alone.
             extra_compile_args=["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off"],
             extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,-Bsymbolic"],
-        )
+        ),
+        Extension(KERNELS, sources=[]),  # BuildLibraries finds its sources
     ],
-    cmdclass={"build_ext": BuildSolver, "bdist_wheel": PlainWheel},
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlainWheel},
 )

@@ -14,6 +14,7 @@ import json
 import sys
 from dataclasses import dataclass
 
+from magi_attention._ffa_library import runs_on
 from magi_attention.machine_facts import MachineFacts, Probes, TorchFacts, read_machine
 
 OLDEST_TORCH = (2, 4)
@@ -91,6 +92,55 @@ def _base_findings(facts: MachineFacts) -> list[Finding]:
     return found
 
 
+def _compiled_findings(facts: MachineFacts) -> list[Finding]:
+    """The library of CUDA kernels against itself and against the GPUs that are here, whether or not torch sees them."""
+    compiled = facts.compiled
+    fix = "python -m pip install --force-reinstall --no-deps magi-attention; in a source tree: make kernels ARGS=--inplace"
+    if compiled is None:
+        text = f"the library of CUDA kernels does not answer: {facts.errors.get('compiled', 'unknown error')}"
+        return [Finding("kernel_library", Severity.DEGRADED, text, fix)]
+    if compiled.is_damaged:
+        return [Finding("kernel_library", Severity.DEGRADED, compiled.error, fix)]
+    return [
+        Finding(
+            "kernel_architecture",
+            Severity.NOTE,
+            f"a GPU of compute capability {major}.{minor} is here, and the CUDA kernels are compiled for {', '.join(compiled.archs)} only",
+            "attention on it runs the torch path, exact but slow",
+        )
+        for major, minor in _unserved(facts)
+    ]
+
+
+def _unserved(facts: MachineFacts) -> list[tuple[int, int]]:
+    """Capabilities of GPUs here that a library with kernels has no code for."""
+    archs = facts.compiled.archs if facts.compiled else ()
+    return sorted({gpu.capability for gpu in facts.gpus if archs and gpu.capability[0] and not _serves(archs, gpu.capability)})
+
+
+def _serves(archs: tuple[str, ...], capability: tuple[int, int]) -> bool:
+    return any(runs_on(arch, capability) for arch in archs)
+
+
+def _compiled_line(facts: MachineFacts) -> str:
+    """What is compiled, with what, and whether the GPUs here are among it."""
+    compiled = facts.compiled
+    if compiled is None or not compiled.archs:
+        return "none compiled"
+    served = [_serves(compiled.archs, gpu.capability) for gpu in facts.gpus]
+    here = f"; {sum(served)} of {len(served)} GPUs here can run them" if served else ""
+    return f"{len(compiled.variants)} variants for {', '.join(compiled.archs)}, built with nvcc {compiled.nvcc}{here}"
+
+
+def _variant_lines(facts: MachineFacts) -> list[tuple[str, str]]:
+    """One line per direction: "forward  bf16:64:0 bf16:64:1 ..."; nothing without kernels."""
+    by_direction: dict[str, list[str]] = {}
+    for variant in facts.compiled.variants if facts.compiled else ():
+        direction, _, rest = variant.partition(":")
+        by_direction.setdefault(direction, []).append(rest)
+    return [(f"  {direction}", " ".join(rest)) for direction, rest in by_direction.items()]
+
+
 def _driver_findings(facts: MachineFacts, torch: TorchFacts) -> list[Finding]:
     """GPUs that the driver shows and torch cannot use, for exactly one reason."""
     if not facts.gpus:
@@ -121,9 +171,16 @@ def _gpu_findings(facts: MachineFacts, torch: TorchFacts) -> list[Finding]:
     for major, minor in foreign:
         text = f"a GPU of compute capability {major}.{minor} is here, and torch {torch.version} has code for {', '.join(torch.archs)} only"
         found.append(Finding("architecture", Severity.DEGRADED, text, "install a torch build that lists this GPU's architecture"))
-    if any(kernel.device_type == "cuda" and kernel.chosen == "blocked" for kernel in facts.kernels):
+    if any(kernel.device_type == "cuda" and kernel.chosen == "blocked" for kernel in facts.kernels) and not _unserved(facts):
         text = "no compiled CUDA attention kernel is used; CUDA tensors run the blocked path in torch, exact but slow"
-        found.append(Finding("no_cuda_kernel", Severity.NOTE, text, "see the reasons above; a build with the kernels is needed"))
+        found.append(
+            Finding(
+                "no_cuda_kernel",
+                Severity.NOTE,
+                text,
+                "see the reasons above; a build on a machine with nvcc has the kernels",
+            )
+        )
     if torch.num_devices > 1 and torch.nccl is None:
         text = f"{torch.num_devices} GPUs, but torch.distributed has no NCCL, so CUDA tensors cannot be exchanged between ranks"
         found.append(Finding("nccl", Severity.DEGRADED, text, "install an official Linux CUDA build of torch"))
@@ -176,7 +233,7 @@ def _nvshmem_findings(facts: MachineFacts, torch: TorchFacts) -> list[Finding]:
 
 def diagnose(facts: MachineFacts) -> tuple[Finding, ...]:
     """Every fault once, worst first, then in the order of the report."""
-    found = _base_findings(facts)
+    found = _base_findings(facts) + _compiled_findings(facts)
     if facts.torch is not None:
         for judge in (_gpu_findings, _network_findings, _nvshmem_findings):
             found += judge(facts, facts.torch)
@@ -210,13 +267,13 @@ def _fact_lines(facts: MachineFacts) -> list[tuple[str, str]]:
     torch = facts.torch
     gpus = [f"{gpu.name}, capability {gpu.capability[0]}.{gpu.capability[1]}, {gpu.memory_mib} MiB" for gpu in facts.gpus]
     nvshmem = [f"{name} {version}" for name, version in facts.nvshmem.items()]
-    with_ffa = [kernel.device_type for kernel in facts.kernels if kernel.chosen == "ffa"]
     lines = [
         ("package", f"{facts.package} at {facts.location}"),
         ("python", facts.python),
         ("system", f"{facts.system}, {facts.num_cpus} CPUs"),
         ("solver", facts.solver or "not running"),
-        ("cuda kernels", "usable" if with_ffa else "none usable"),
+        ("cuda kernels", _compiled_line(facts)),
+        *_variant_lines(facts),
         ("torch", f"{torch.version}, CUDA {torch.cuda or 'none (CPU build)'}" if torch else "not importable"),
         ("driver", facts.driver or "none"),
         ("gpus", "; ".join(gpus) or "none"),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import magi_attention
-from magi_attention import _native
+from magi_attention import _ffa_library, _native
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader,nounits")
 NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13")
@@ -62,6 +62,23 @@ class KernelFacts:
 
 
 @dataclass(frozen=True)
+class CompiledKernels:
+    """The library of compiled CUDA kernels of this build.
+
+    Attributes:
+        variants: names like "forward:bf16:128:0"; empty when there is no library.
+        archs, nvcc: what they were compiled for and with.
+        error: why there is no library; `is_damaged`: its file is there, but cannot be used.
+    """
+
+    variants: tuple[str, ...]
+    archs: tuple[str, ...]
+    nvcc: str
+    error: str
+    is_damaged: bool
+
+
+@dataclass(frozen=True)
 class MachineFacts:
     """Everything the doctor judges. A part that could not be read is None, its error in `errors`."""
 
@@ -71,6 +88,7 @@ class MachineFacts:
     system: str
     num_cpus: int
     solver: str | None
+    compiled: CompiledKernels | None
     torch: TorchFacts | None
     kernels: tuple[KernelFacts, ...]
     gpus: tuple[Gpu, ...]
@@ -120,6 +138,13 @@ def read_solver() -> str:
     return _native.build_info()
 
 
+def read_compiled() -> CompiledKernels:
+    """Loads the library; needs no GPU and no torch."""
+    variants, archs = _ffa_library.compiled_variants(), _ffa_library.compiled_archs()
+    nvcc = _ffa_library.build_info().get("nvcc", "")
+    return CompiledKernels(variants, archs, nvcc, _ffa_library.load_error(), _ffa_library.is_damaged())
+
+
 def read_nvidia_smi() -> str:
     """CSV lines of NVIDIA_SMI; empty without the program or without a driver."""
     try:
@@ -148,6 +173,7 @@ class Probes:
     torch: Callable[[], TorchFacts] = read_torch
     kernels: Callable[[bool], tuple[KernelFacts, ...]] = read_kernels
     solver: Callable[[], str] = read_solver
+    compiled: Callable[[], CompiledKernels] = read_compiled
     nvidia_smi: Callable[[], str] = read_nvidia_smi
     package_version: Callable[[str], str | None] = read_package_version
     folder: Callable[[str], tuple[str, ...]] = list_folder
@@ -189,6 +215,7 @@ def read_machine(probes: Probes) -> MachineFacts:
         system=f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver()) or 'unknown libc'}",
         num_cpus=os.cpu_count() or 1,
         solver=ask("solver", probes.solver, None),
+        compiled=ask("compiled", probes.compiled, None),
         torch=torch,
         kernels=kernels,
         gpus=gpus,

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from magi_attention import doctor
-from magi_attention.machine_facts import KernelFacts, Probes, TorchFacts, read_machine
+from magi_attention.machine_facts import CompiledKernels, KernelFacts, Probes, TorchFacts, read_machine
 
 HEALTHY_TORCH = TorchFacts(
     version="2.13.0+cu130",
@@ -20,6 +20,8 @@ HEALTHY_TORCH = TorchFacts(
     peers_reachable=True,
 )
 CPU_TORCH = TorchFacts("2.13.0+cpu", None, 0, (), True, None, True)
+NO_KERNELS = CompiledKernels((), (), "", "no CUDA kernel is compiled into this build", False)
+HOPPER_KERNELS = CompiledKernels(("forward:bf16:128:0", "forward:fp16:64:1", "backward:bf16:128:0"), ("sm_90a",), "13.0.88", "", False)
 TWO_GPUS = "NVIDIA H200, 580.65.06, 9.0, 143771\nNVIDIA H200, 580.65.06, 9.0, 143771\n"
 
 
@@ -36,6 +38,7 @@ def probes(
         "torch": lambda: torch,
         "kernels": blocked_kernels,
         "solver": lambda: "solver C++20",
+        "compiled": lambda: NO_KERNELS,
         "nvidia_smi": lambda: smi,
         "package_version": packages.get,
         "folder": lambda path: folders.get(path, ()),
@@ -65,6 +68,34 @@ def test_compiled_kernels_are_no_finding(capsys):
     assert named(probes(kernels=compiled)) == {}
     assert doctor.main([], probes(kernels=compiled)) == 0
     assert "kernel for cuda tensors: ffa (ffa fits)" in capsys.readouterr().out
+
+
+def test_compiled_kernels_are_listed_with_the_gpus_they_run_on(capsys):
+    assert doctor.main([], probes(compiled=lambda: HOPPER_KERNELS)) == 0
+    text = capsys.readouterr().out
+    assert "3 variants for sm_90a, built with nvcc 13.0.88; 2 of 2 GPUs here can run them" in text
+    assert "bf16:128:0 fp16:64:1" in text
+    assert doctor.main([], probes()) == 0
+    assert "cuda kernels  none compiled" in capsys.readouterr().out
+
+
+def test_kernels_compiled_for_other_gpus_are_one_note():
+    given = probes(compiled=lambda: HOPPER_KERNELS, smi="NVIDIA B200, 580.65.06, 10.0, 180000\nNVIDIA H200, 580.65.06, 9.0, 143771\n")
+    found = named(given)
+    assert set(found) == {"kernel_architecture"}
+    assert "10.0" in found["kernel_architecture"].text and "sm_90a" in found["kernel_architecture"].text
+    assert found["kernel_architecture"].severity is doctor.Severity.NOTE
+
+
+def test_a_damaged_kernel_library_is_degraded_and_named():
+    damaged = CompiledKernels((), (), "", "/x/_ffa.so does not load: file too short", True)
+    found = named(probes(CPU_TORCH, smi="", compiled=lambda: damaged))
+    assert found["kernel_library"].severity is doctor.Severity.DEGRADED and "file too short" in found["kernel_library"].text
+
+    def broken() -> CompiledKernels:
+        raise ValueError("bad build info")
+
+    assert "bad build info" in named(probes(CPU_TORCH, smi="", compiled=broken))["kernel_library"].text
 
 
 def test_selection_that_fails_is_broken():

@@ -48,7 +48,7 @@ def test_continuous_integration_runs_what_a_person_runs() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     used = re.findall(r"\bmake ([a-z-]+)", script)
     assert used[0] == "test" and set(used) <= targets
-    assert {"lint", "types", "cpp-test", "rules", "wheel-check", "docs"} <= set(used)
+    assert {"lint", "types", "cpp-test", "rules", "wheel-check", "docs", "kernels"} <= set(used)
     assert "set -euo pipefail" in script
 
 
@@ -96,6 +96,8 @@ def test_source_distribution_can_be_built_from(tmp_path: Path) -> None:
         "setup.py",
         "magi_attention/py.typed",
         "ci/torch_args.py",
+        "ci/kernel_build/library.py",
+        "csrc/attention/variants.txt",
     }
     assert not wanted - names, f"MANIFEST.in leaves out {sorted(wanted - names)}"
     assert not [name for name in names if name.endswith(".so")]

@@ -1,0 +1,1 @@
+"""Tests of ci/kernel_build, which compiles the CUDA kernels."""

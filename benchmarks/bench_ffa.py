@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Session:
 
     device: str
     timer: Callable[[Callable[[], object]], Timing]
-    facts: dict[str, str]
+    facts: dict[str, Any]
     deadline: float = float("inf")
     rows: list[Row] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -69,7 +70,7 @@ def measure(problem: Problem, provider: Provider, op: str, session: Session) -> 
         ContextLost: with the row as its argument.
     """
     try:
-        attend = provider.prepare(problem, op == "bwd_det")
+        attend = provider.prepare(problem, op)
         poison_freed_memory(problem)
         work, results = _forward(problem, attend) if op == "fwd" else _backward(problem, attend)
         verdict = check(problem, results)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def poison_freed_memory(problem: Problem) -> None:
     del blocks
 
 
-def visible(slices: npt.NDArray, rows: tuple[int, int], columns: tuple[int, int], device: torch.device) -> Tensor:
+def visible(slices: npt.NDArray[np.int32], rows: tuple[int, int], columns: tuple[int, int], device: torch.device) -> Tensor:
     """bool [rows, columns]: the mask in a rectangle that holds every column its rows see."""
     i = torch.arange(*rows, dtype=torch.int32, device=device)[:, None]
     j = torch.arange(*columns, dtype=torch.int32, device=device)[None]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,7 +35,7 @@ class Provider:
     Attributes:
         version: of its library; raises ImportError with the reason when it is not installed.
         takes: whether it has this mask at all.
-        prepare: (problem, deterministic) -> Attend; raises what the library raises when it refuses.
+        prepare: (problem, op) -> Attend; raises what the library raises when it refuses.
         is_slow_to_start: compiles for every problem; runs after all others and at a few sizes only.
         most_error: error_ratio up to which a row counts as right. Ours must keep the rule; of a baseline the check only has to show
             that it computes the same thing (another mask is off by far more), its accuracy is its own and stands in the row.
@@ -43,7 +44,7 @@ class Provider:
     name: str
     version: Callable[[], str]
     takes: Callable[[Layout], bool]
-    prepare: Callable[[Problem, bool], Attend]
+    prepare: Callable[[Problem, str], Attend]
     has_deterministic: bool = False
     is_slow_to_start: bool = False
     most_error: float = 2.0
@@ -52,17 +53,18 @@ class Provider:
 def reason_not_installed(provider: Provider) -> str | None:
     try:
         provider.version()
-    except (ImportError, OSError) as error:  # OSError: a library whose shared objects do not load here
-        return str(error).splitlines()[0]
+    except Exception as error:  # also what a package raises that was built for another torch or driver
+        return (str(error).splitlines() or [type(error).__name__])[0]
     return None
 
 
 # ---- ours ----
 
 
-def _ours(problem: Problem, deterministic: bool) -> Attend:
-    choose(describe(problem.q, problem.k, problem.v), "ffa")  # raises with every reason, so that no other path is timed under this name
-    plan = prepare_attention(problem.mask)
+def _ours(problem: Problem, op: str) -> Attend:
+    # Raises with every reason, so that no other path is timed under this name.
+    choose(describe(problem.q, problem.k, problem.v), "ffa", "forward" if op == "fwd" else "backward")
+    plan, deterministic = prepare_attention(problem.mask), op == "bwd_det"
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         out, meta = flex_flash_attn_func(q, k, v, plan=plan, deterministic=deterministic)
@@ -71,7 +73,7 @@ def _ours(problem: Problem, deterministic: bool) -> Attend:
     return attend
 
 
-def _blocked(problem: Problem, deterministic: bool) -> Attend:
+def _blocked(problem: Problem, op: str) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         out, lse, _ = single_device_attention(q, k, v, problem.mask.slices, backend="blocked")
         return out, lse
@@ -86,8 +88,8 @@ def _is_plain(layout: Layout) -> bool:
     return layout.is_one_document and layout.window is None and layout.frame is None
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[Problem, bool], Attend]:
-    def prepare(problem: Problem, deterministic: bool) -> Attend:
+def _sdpa(backend: SDPBackend) -> Callable[[Problem, str], Attend]:
+    def prepare(problem: Problem, op: str) -> Attend:
         is_causal, is_grouped = problem.layout.is_causal, problem.cell.num_heads_q != problem.cell.num_heads_kv
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -124,10 +126,11 @@ def mask_mod(layout: Layout, device: str | torch.device) -> MaskMod | None:
     return lambda b, h, i, j: document[i] == document[j]
 
 
-def _flex(problem: Problem, deterministic: bool) -> Attend:
+def _flex(problem: Problem, op: str) -> Attend:
     mod, total = mask_mod(problem.layout, problem.q.device), problem.layout.total
     block_mask = None if mod is None else create_block_mask(mod, None, None, total, total, device=problem.q.device, _compile=True)
     torch._dynamo.reset()  # past its limit of recompilations it would fall back to a dense path in silence
+    torch._functorch.config.donated_buffer = False  # else a second backward of one graph, which the timing needs, is refused
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     is_grouped = problem.cell.num_heads_q != problem.cell.num_heads_kv
 
@@ -146,8 +149,8 @@ def _has_no_frames(layout: Layout) -> bool:
     return layout.frame is None
 
 
-def _flash(module_name: str) -> Callable[[Problem, bool], Attend]:
-    def prepare(problem: Problem, deterministic: bool) -> Attend:
+def _flash(module_name: str) -> Callable[[Problem, str], Attend]:
+    def prepare(problem: Problem, op: str) -> Attend:
         module, layout = importlib.import_module(module_name), problem.layout
         options: dict[str, object] = {"causal": layout.is_causal}
         if layout.window is not None:

@@ -86,7 +86,7 @@ def read_rows(path: Path) -> list[Row]:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ValueError(f"{path}: columns {reader.fieldnames}, expected {list(COLUMNS)}; it was written by another version")
-        rows = [Row(**{name: _CASTS[name](value) for name, value in line.items()}) for line in reader]  # type: ignore[arg-type]
+        rows = [Row(**{name: _CASTS[name](value) for name, value in line.items()}) for line in reader]
     wrong = [row for row in rows if row.status not in STATUSES]
     if wrong:
         raise ValueError(f"{path}: status {wrong[0].status!r} of {wrong[0].key} is none of {', '.join(STATUSES)}")

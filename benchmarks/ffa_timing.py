@@ -38,7 +38,7 @@ class CudaTimer:
     call, so that neither warm caches nor launch gaps are in the number."""
 
     def __init__(self) -> None:
-        size = max(_FLUSH_BYTES, 4 * torch.cuda.get_device_properties().L2_cache_size)
+        size = max(_FLUSH_BYTES, 4 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
         self._flushed = torch.empty(size, dtype=torch.uint8, device="cuda")
 
     def __call__(self, work: Callable[[], object], target_ms: float = 200.0) -> Timing:
@@ -75,7 +75,7 @@ class HostTimer:
     """Wall clock around each call, for devices that compute before the call returns."""
 
     def __call__(self, work: Callable[[], object], target_ms: float = 200.0) -> Timing:
-        times = []
+        times: list[float] = []
         work()
         while len(times) < 3 or (sum(times) < target_ms and len(times) < 100):
             start = time.perf_counter()

@@ -17,6 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from benchmarks.ffa_cells import SIZED_MASKS, SIZES
 from benchmarks.ffa_rows import OURS, ROWS_CSV, Key, Row, append_rows, latest, ratios, read_anchors, read_rows
@@ -100,7 +101,7 @@ def draw_overview(path: Path, rows: Sequence[Row], anchors: dict[Key, float], ma
     _save(figure, path)
 
 
-def _save(figure: plt.Figure, path: Path) -> None:
+def _save(figure: Figure, path: Path) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

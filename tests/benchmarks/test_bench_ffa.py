@@ -53,17 +53,23 @@ def test_a_row_of_the_blocked_path(op: str) -> None:
     )
 
 
-def _doubled(problem: Problem, deterministic: bool) -> Attend:
-    attend = PROVIDERS["blocked"].prepare(problem, deterministic)
+@pytest.mark.parametrize("op", ["fwd", "bwd"])
+def test_no_other_path_is_timed_as_ours(op: str) -> None:
+    row = measure(draw(CELL, "cpu"), PROVIDERS["ours"], op, session())
+    assert row.status == "failed" and "UnsupportedError" in row.note and "ffa" in row.note and row.ms == 0
+
+
+def _doubled(problem: Problem, op: str) -> Attend:
+    attend = PROVIDERS["blocked"].prepare(problem, op)
     return lambda q, k, v: (attend(q, k, v)[0] * 2, None)
 
 
-def _refused(problem: Problem, deterministic: bool) -> Attend:
+def _refused(problem: Problem, op: str) -> Attend:
     raise NotImplementedError("not this one\nand more text")
 
 
-def _restless(problem: Problem, deterministic: bool) -> Attend:
-    attend, calls = PROVIDERS["blocked"].prepare(problem, deterministic), iter(range(1000))
+def _restless(problem: Problem, op: str) -> Attend:
+    attend, calls = PROVIDERS["blocked"].prepare(problem, op), iter(range(1000))
     return lambda q, k, v: (_Restless.apply(attend(q, k, v)[0], calls), None)
 
 

@@ -134,7 +134,7 @@ def test_drawing_repeats_and_poison_leaves_the_problem_alone() -> None:
 def test_torch_flash_attention_gets_the_problem(name: str, heads: tuple[int, int]) -> None:
     problem, provider = problem_of(LAYOUTS[name], heads), PROVIDERS["sdpa_flash"]
     assert reason_not_installed(provider) is None and provider.takes(problem.layout)
-    assert check(problem, results_of(problem, provider.prepare(problem, False))).error_ratio <= provider.most_error
+    assert check(problem, results_of(problem, provider.prepare(problem, "bwd"))).error_ratio <= provider.most_error
 
 
 def test_our_rows_must_keep_the_rule() -> None:
@@ -175,7 +175,7 @@ def test_what_flash_attention_is_asked_for(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "flash_attn_interface", stand_in())
     problem, provider = problem_of(LAYOUTS[name]), PROVIDERS["fa3"]
     assert provider.takes(problem.layout) and provider.version() == "flash_attn_3"
-    assert check(problem, results_of(problem, provider.prepare(problem, False))).passed
+    assert check(problem, results_of(problem, provider.prepare(problem, "bwd"))).passed
 
 
 def test_a_provider_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from magi_attention import env
 from magi_attention.api.single_plans import AttnPlan, PlanOrSlices, plan_of_ranges, plan_of_table, prepare_attention
 from magi_attention.arguments import count, flag
 from magi_attention.common.forward_meta import AttnForwardMeta
@@ -20,8 +21,9 @@ from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask
 from magi_attention.mask.slices import MAX_TOKENS
 from magi_attention.runtime.attention import dist_attention
+from magi_attention.runtime.direct import Request, attend_directly
 from magi_attention.runtime.rows import require_tensor
-from magi_attention.runtime.single import check_tensors, single_device_attention
+from magi_attention.runtime.single import cast_for_autocast, check_tensors, single_device_attention
 
 
 def flex_flash_attn_func(
@@ -77,8 +79,8 @@ def flex_flash_attn_func(
         sink_layout: "sh" or "ssh".
         softmax_scale: factor on q @ k.T; None is head_dim ** -0.5.
         softcap: cap * tanh(score / cap) on scaled scores; 0 is off.
-        deterministic: equal to the bit from run to run on one kind of device.
-        sm_margin: streaming multiprocessors left to other work; CPU paths have none.
+        deterministic: gradients equal to the bit from run to run on one kind of device, at some cost on a GPU; out and lse always are.
+        sm_margin: streaming multiprocessors of a GPU left to other work, fewer than it has; CPU paths have none.
         return_max_logits: fill `max_logits` of the second result.
         index_attn_indices: int [num_q_blocks, topk]: line b lists the key blocks that every row of query block b sees, in any
             order; -1 is unused, a block listed twice counts once. [n, heads, topk] is read as n * heads lines when that is the
@@ -113,15 +115,9 @@ def flex_flash_attn_func(
     }
     _warn_ignored([name for name, value in ignored.items() if value is not None])
     _check_sizes(q, k, v)
-    count("sm_margin", sm_margin, 0, MAX_TOKENS)
-    call = functools.partial(
-        _attend,
-        sink_layout=sink_layout,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        deterministic=flag("deterministic", deterministic),
-        return_max_logits=return_max_logits,
-    )
+    sm_margin = count("sm_margin", sm_margin, 0, MAX_TOKENS)
+    request = Request(softmax_scale, softcap, sink_layout, return_max_logits, "auto", flag("deterministic", deterministic), sm_margin)
+    call = functools.partial(_attend, request)
     given = {"q_ranges": q_ranges, "index_attn_indices": index_attn_indices, "mask": mask, "plan": plan}
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
@@ -172,21 +168,22 @@ def _config(deterministic: bool) -> DistAttnConfig:
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: PlanOrSlices,
-    sink: torch.Tensor | None,
-    *,
-    deterministic: bool,
-    **options: Any,
+    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PlanOrSlices, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     if torch.compiler.is_compiling():  # one registered operation; the same kernels on the same slices, so the same bits
         slices = plan.slices if isinstance(plan, AttnPlan) else plan
-        out, lse, max_logits = single_device_attention(q, k, v, slices, sink=sink, **options)
-    else:
-        assert isinstance(plan, AttnPlan)
-        out, lse, max_logits = dist_attention(q, k, v, plan.rank_plan, None, _config(deterministic), sink=sink, **options)
+        out, lse, max_logits = single_device_attention(q, k, v, slices, sink=sink, **request._asdict())
+        return out, AttnForwardMeta(lse, max_logits)
+    assert isinstance(plan, AttnPlan)
+    if not env.check_enabled():
+        q, k, v = cast_for_autocast(q, k, v)
+        found = attend_directly(q, k, v, sink, plan.work, request)
+        if found is not None:
+            return found[0], AttnForwardMeta(found[1], found[2])
+    options = request._asdict()
+    config = _config(options.pop("deterministic"))
+    del options["backend"]  # auto, as the config has it
+    out, lse, max_logits = dist_attention(q, k, v, plan.rank_plan, None, config, sink=sink, **options)
     return out, AttnForwardMeta(lse, max_logits)
 
 
@@ -197,7 +194,7 @@ def _index_attention(
     table: torch.Tensor,
     block_sizes: tuple[int, int],
     sink: torch.Tensor | None,
-    call: Any,
+    call: functools.partial[tuple[torch.Tensor, AttnForwardMeta]],
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     """One table for all heads, or one per key head, each with its own mask."""
     if isinstance(table, torch.Tensor):
@@ -209,10 +206,10 @@ def _index_attention(
     num_q_blocks = -(-total_q // q_block_size)
     is_per_head = getattr(table, "ndim", 0) == 3 and table.shape[1] == num_heads_kv > 1 and table.shape[0] == num_q_blocks > 0
     if not is_per_head:
-        return call(q, k, v, plan_of_table(table, None, sizes), sink)  # type: ignore[no-any-return]
+        return call(q, k, v, plan_of_table(table, None, sizes), sink)
     if num_heads_kv == 0 or q.shape[1] % num_heads_kv:
         raise InputError(f"num_heads_q={q.shape[1]} is not a multiple of num_heads_kv={num_heads_kv}; repeat or drop heads")
-    check_tensors(q, k, v, sink=sink, sink_layout=call.keywords["sink_layout"])  # whole, before they are cut by heads
+    check_tensors(q, k, v, sink=sink, sink_layout=call.args[0].sink_layout)  # whole, before they are cut by heads
     plans = [plan_of_table(table, head, sizes) for head in range(num_heads_kv)]  # all masks before any compute
     group_size = q.shape[1] // num_heads_kv
     outs, metas = [], []
@@ -222,5 +219,6 @@ def _index_attention(
         out, meta = call(q[:, heads], k[:, head : head + 1], v[:, head : head + 1], plan, own_sink)
         outs.append(out)
         metas.append(meta)
-    max_logits = torch.cat([meta.max_logits for meta in metas]) if metas[0].max_logits is not None else None
+    tops = [meta.max_logits for meta in metas if meta.max_logits is not None]
+    max_logits = torch.cat(tops) if tops else None
     return torch.cat(outs, dim=1), AttnForwardMeta(torch.cat([meta.lse for meta in metas], dim=1), max_logits)

@@ -18,7 +18,7 @@ from magi_attention.api.mask_inputs import mask_from_ranges, mask_from_table
 from magi_attention.errors import InputError, UnsupportedError
 from magi_attention.mask import AttnMask
 from magi_attention.plan.types import RankPlan
-from magi_attention.runtime.single import single_rank_plan
+from magi_attention.runtime.single import WorkList, prepare, single_rank_plan
 
 _MAX_PLANS = 64
 _TYPES_NAME = "attn_type_map"
@@ -32,11 +32,13 @@ class AttnPlan:
         mask: what it computes.
         rank_plan: what runs.
         slices: int32 [num_slices, 6] on the CPU, what runs inside a compiled graph.
+        work: what kernels derive from the mask, made at their first use and kept with the plan.
     """
 
     mask: AttnMask
     rank_plan: RankPlan
     slices: torch.Tensor
+    work: WorkList
 
 
 # What attention takes: a plan, or inside a compiled graph the slices that an operation will return.
@@ -65,7 +67,7 @@ def prepare_attention(mask: AttnMask) -> AttnPlan:
 
 def _plan(mask: AttnMask) -> AttnPlan:
     rank_plan = single_rank_plan(mask.slices, mask.total_q, mask.total_k, mask.area())
-    return AttnPlan(mask, rank_plan, torch.from_numpy(mask.slices.copy()))
+    return AttnPlan(mask, rank_plan, torch.from_numpy(mask.slices.copy()), prepare(mask.slices, mask.total_q, mask.total_k))
 
 
 def plan_of_ranges(q_ranges: Any, k_ranges: Any, attn_type_map: Any, total_q: int, total_k: int) -> PlanOrSlices:

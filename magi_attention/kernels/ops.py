@@ -1,7 +1,11 @@
-"""Attention of one device as registered torch operations, so that autograd and torch.compile see one node. Knows nothing of ranks."""
+"""Attention of one device as registered torch operations, so that autograd and torch.compile see one node. Knows nothing of ranks.
+
+Registered through torch.library.Library: a call costs half of one by custom_op, which a compiled graph pays in every layer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,20 +14,28 @@ import torch
 from torch import Tensor
 
 from magi_attention.arguments import flag
-from magi_attention.kernels.attention import attention_backward, attention_forward, compute_dtype, prepare, softmax_delta
+from magi_attention.kernels.attention import (
+    AttentionOptions,
+    attention_backward_fresh,
+    attention_forward_fresh,
+    compute_dtype,
+    prepare,
+)
 from magi_attention.kernels.select import check_scale, choose, describe
-from magi_attention.kernels.sink import sink_backward, sink_lse
+from magi_attention.kernels.sink import sink_backward
 
+_LIBRARY = torch.library.Library("magi_attention", "FRAGMENT")  # type: ignore[no-untyped-call]
 _OPTIONS = "Tensor slices, Tensor? sink, str sink_layout, float softmax_scale, float softcap"
-_FORWARD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool wants_max_logits, str backend) -> (Tensor, Tensor, Tensor)"
-_BACKWARD = (
-    f"(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS}, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+_LAST = "str backend, bool deterministic=False, int sm_margin=0"
+_define: Callable[[str], None] = _LIBRARY.define
+_define(f"flex_attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool wants_max_logits, {_LAST}) -> (Tensor, Tensor, Tensor)")
+_define(
+    "flex_attention_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}, {_LAST}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-@torch.library.custom_op("magi_attention::flex_attention", mutates_args=(), schema=_FORWARD)
-def _forward_op(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -34,82 +46,44 @@ def _forward_op(
     softcap: float,
     wants_max_logits: bool,
     backend: str,
+    deterministic: bool = False,
+    sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logits) of attention over int32 slices [N, 6]; max_logits is empty unless wanted. See single_device_attention."""
-    dtype = compute_dtype(q.dtype)
-    out, lse, max_logits = _outputs(q, v, dtype, wants_max_logits)
-    out.zero_()
-    lse.copy_(sink_lse(sink, sink_layout, q.shape[0], q.shape[1], dtype, q.device))
-    top = max_logits.fill_(float("-inf")) if wants_max_logits else None
-    attention_forward(
-        q, k, v, _records(slices), softmax_scale=softmax_scale, softcap=softcap, out=out, lse=lse, max_logits=top, backend=backend
-    )
-    return out.to(q.dtype), lse, max_logits
-
-
-@_forward_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: Tensor,
-    sink: Tensor | None,
-    sink_layout: str,
-    softmax_scale: float,
-    softcap: float,
-    wants_max_logits: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, max_logits = _outputs(q, v, compute_dtype(q.dtype), wants_max_logits)
-    return out.to(q.dtype), lse, max_logits
-
-
-def _outputs(q: Tensor, v: Tensor, dtype: torch.dtype, wants_max_logits: bool) -> tuple[Tensor, Tensor, Tensor]:
-    total_q, num_heads_q = q.shape[:2]
-    out = q.new_empty((total_q, num_heads_q, v.shape[2]), dtype=dtype)
-    return out, q.new_empty((total_q, num_heads_q), dtype=dtype), q.new_empty((num_heads_q if wants_max_logits else 0,), dtype=dtype)
-
-
-@torch.library.custom_op("magi_attention::flex_attention_backward", mutates_args=(), schema=_BACKWARD)
-def _backward_op(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    slices: Tensor,
-    sink: Tensor | None,
-    sink_layout: str,
-    softmax_scale: float,
-    softcap: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dsink) in the dtypes of the inputs; dsink is empty without a sink."""
-    delta = softmax_delta(dout, out, dlse)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
-    attention_backward(
-        dout,
+    out, lse, max_logits = attention_forward_fresh(
         q,
         k,
         v,
-        lse,
-        delta,
         _records(slices),
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        backend=backend,
+        AttentionOptions(softmax_scale, softcap, backend, deterministic, sm_margin),
+        sink=sink,
+        sink_layout=sink_layout,
+        out_dtype=q.dtype,
+        wants_max_logits=wants_max_logits,
     )
-    dsink = q.new_empty(0) if sink is None else sink_backward(sink, sink_layout, lse, delta)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
+    return out, lse, lse.new_empty(0) if max_logits is None else max_logits
 
 
-@_backward_op.register_fake
-def _(
+def _fake_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Tensor,
+    sink: Tensor | None,
+    sink_layout: str,
+    softmax_scale: float,
+    softcap: float,
+    wants_max_logits: bool,
+    *_: object,
+    **__: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    total_q, num_heads_q = q.shape[:2]
+    dtype = compute_dtype(q.dtype)
+    lse = q.new_empty((total_q, num_heads_q), dtype=dtype)
+    return q.new_empty((total_q, num_heads_q, v.shape[2])), lse, q.new_empty((num_heads_q if wants_max_logits else 0,), dtype=dtype)
+
+
+def _backward(
     dout: Tensor,
     dlse: Tensor,
     q: Tensor,
@@ -123,6 +97,20 @@ def _(
     softmax_scale: float,
     softcap: float,
     backend: str,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsink) in the dtypes of the inputs; dsink is empty without a sink."""
+    delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
+    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    options = AttentionOptions(softmax_scale, softcap, backend, deterministic, sm_margin)
+    dk, dv = attention_backward_fresh(dout, q, k, v, lse, delta, _records(slices), options, dq=dq, dkv_dtype=k.dtype, out=out, dlse=dlse)
+    dsink = q.new_empty(0) if sink is None else sink_backward(sink, sink_layout, lse, delta)
+    return dq.to(q.dtype), dk, dv, dsink
+
+
+def _fake_backward(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slices: Tensor, sink: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink, memory_format=torch.contiguous_format)
@@ -130,21 +118,27 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, slices, sink, sink_layout, softmax_scale, softcap, _, backend = inputs
+    q, k, v, slices, sink, sink_layout, softmax_scale, softcap, _, *last = inputs
     out, lse, max_logits = output
     ctx.mark_non_differentiable(max_logits)
     ctx.save_for_backward(q, k, v, out, lse, slices, sink)
-    ctx.options = (sink_layout, softmax_scale, softcap, backend)
+    ctx.options = (sink_layout, softmax_scale, softcap, *last)
 
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, slices, sink = ctx.saved_tensors
     dq, dk, dv, dsink = _backward_op(dout, dlse, q, k, v, out, lse, slices, sink, *ctx.options)
-    return dq, dk, dv, None, None if sink is None else dsink, None, None, None, None, None
+    return dq, dk, dv, None, None if sink is None else dsink, None, None, None, None, None, None, None
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_save)
-flex_attention_op = _forward_op  # (q, k, v, slices, sink, sink_layout, softmax_scale, softcap, wants_max_logits, backend)
+for _name, _run, _fake in (("flex_attention", _forward, _fake_forward), ("flex_attention_backward", _backward, _fake_backward)):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"magi_attention::{_name}", _fake, lib=_LIBRARY)
+torch.library.register_autograd("magi_attention::flex_attention", _differentiate, setup_context=_save, lib=_LIBRARY)
+
+# (q, k, v, slices, sink, sink_layout, softmax_scale, softcap, wants_max_logits, backend, deterministic=False, sm_margin=0)
+flex_attention_op = torch.ops.magi_attention.flex_attention.default
+_backward_op = torch.ops.magi_attention.flex_attention_backward.default
 
 
 def _records(slices: Tensor) -> npt.NDArray[np.integer]:
@@ -163,6 +157,8 @@ def single_device_attention(
     softcap: float = 0.0,
     return_max_logits: bool = False,
     backend: str = "auto",
+    deterministic: bool = False,
+    sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attention on one device over a mask of slices, differentiable in q, k, v, sink through both out and lse.
 
@@ -172,7 +168,7 @@ def single_device_attention(
         slices: int32 [N, 6], tensor or array (q_start, q_end, k_start, k_end, lo, hi), no cell covered twice.
         sink: logits without value in the softmax denominator, "sh" [num_sink, num_heads_q] or "ssh" [total_q, num_sink, num_heads_q].
         softmax_scale: default head_dim ** -0.5; softcap: cap * tanh(score / cap) after the scale, 0 is off.
-        backend: "auto", "blocked" or "ffa", see kernels/select.py.
+        backend: "auto", "blocked" or "ffa", see kernels/select.py. deterministic, sm_margin: see AttentionOptions.
 
     Returns:
         out [total_q, num_heads_q, head_dim_v] in the dtype of q; lse [total_q, num_heads_q] natural log, fp32 (fp64 for fp64);
@@ -182,12 +178,14 @@ def single_device_attention(
         InputError: tensors or slices that do not fit together. UnsupportedError: no kernel takes the problem.
     """
     q, k, v = cast_for_autocast(q, k, v)
-    choose(describe(q, k, v, sink=sink, sink_layout=sink_layout, softcap=softcap), backend)
+    desc = describe(q, k, v, sink=sink, sink_layout=sink_layout, softcap=softcap)
     records = slices if isinstance(slices, Tensor) else torch.from_numpy(np.array(slices, dtype=np.int32).reshape(-1, 6))
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():  # in a graph the operation does both when it runs
+        choose(desc, backend)
         prepare(_records(records), q.shape[0], k.shape[0])  # refuses ranges outside the tensors before anything runs
     scale, wants_max_logits = check_scale(softmax_scale, q.shape[-1]), flag("return_max_logits", return_max_logits)
-    out, lse, max_logits = flex_attention_op(q, k, v, records, sink, sink_layout, scale, float(softcap), wants_max_logits, backend)
+    last = (wants_max_logits, backend, deterministic, sm_margin)
+    out, lse, max_logits = flex_attention_op(q, k, v, records, sink, sink_layout, scale, float(softcap), *last)
     return out, lse, max_logits if wants_max_logits else None
 
 

@@ -11,21 +11,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magi_attention import _ffa_library
 from magi_attention.arguments import number, one_of
 from magi_attention.config import KERNEL_BACKENDS
 from magi_attention.env import logger
 from magi_attention.errors import InputError, UnsupportedError
+from magi_attention.kernels.ffa_device import capability
+from magi_attention.kernels.ffa_tensors import padded_head_dim
 from magi_attention.kernels.sink import check_sink
 from magi_attention.kernels.tensors import require_tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SOFTCAP_RULE = "must be 0 (off) or in [1e-6, 1e30]"
-COMPILED_KERNELS: tuple[str, ...] = ()  # names of the compiled CUDA kernels of this build
+_FFA_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
 class AttentionDesc:
-    """A problem as the choice sees it: no tensors, no masks."""
+    """A problem as the choice sees it: no tensors, no masks. `capability` is (major, minor) of a CUDA device, None when unknown."""
 
     device_type: str
     dtype: torch.dtype
@@ -35,6 +38,7 @@ class AttentionDesc:
     head_dim_v: int
     softcap: float = 0.0
     has_sink: bool = False
+    capability: tuple[int, int] | None = None
 
 
 def describe(
@@ -70,7 +74,10 @@ def describe(
     check_sink(sink, sink_layout, q.shape[0], q.shape[1])
     if sink is not None and sink.device != q.device:
         raise InputError(f"sink: on {sink.device}, but q is on {q.device}; move them to one device")
-    return AttentionDesc(q.device.type, q.dtype, q.shape[1], k.shape[1], q.shape[2], v.shape[2], softcap, sink is not None)
+    sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+    # While a graph is traced nothing is looked up; the operation in it describes its tensors again when it runs.
+    found = None if torch.compiler.is_compiling() else capability(q.device)
+    return AttentionDesc(q.device.type, q.dtype, *sizes, softcap, sink is not None, found)
 
 
 def _check_layout(name: str, x: Tensor) -> None:
@@ -111,29 +118,60 @@ def check_heads(num_heads_q: int, num_heads_kv: int) -> None:
         )
 
 
-def reasons_against_ffa(desc: AttentionDesc) -> list[str]:
-    """Why the compiled CUDA kernels cannot take this problem; empty when they can."""
+def reasons_against_ffa(desc: AttentionDesc, direction: str = "forward") -> list[str]:
+    """Why the compiled CUDA kernels cannot take this problem; empty when they can.
+
+    Args:
+        direction: "forward" or "backward".
+    """
+    reasons = _reasons_of_the_device(desc)
+    if desc.dtype not in _FFA_DTYPES:
+        reasons.append(f"q has dtype {desc.dtype}, the kernels take torch.bfloat16 and torch.float16")
+    width = padded_head_dim(desc.head_dim, desc.head_dim_v)
+    if width is None:
+        reasons.append(f"head_dim={desc.head_dim}, head_dim_v={desc.head_dim_v}: the kernels take up to 128")
+    compiled = _ffa_library.compiled_variants()
+    if compiled and width is not None and desc.dtype in _FFA_DTYPES:
+        variant = f"{direction}:{_FFA_DTYPES[desc.dtype]}:{width}:{int(desc.softcap > 0)}"
+        if variant not in compiled:
+            reasons.append(f"{variant} is not compiled (compiled: {', '.join(compiled)})")
+    return reasons
+
+
+def _reasons_of_the_device(desc: AttentionDesc) -> list[str]:
+    """Why no compiled kernel runs where the tensors are, whatever they hold."""
     reasons = []
-    if not COMPILED_KERNELS:
-        reasons.append("no CUDA kernel is compiled into this build (compiled: none)")
+    archs = _ffa_library.compiled_archs()
+    if not _ffa_library.compiled_variants():
+        reasons.append(f"{_ffa_library.load_error() or 'the library of CUDA kernels has none'} (compiled: none)")
     if desc.device_type != "cuda":
         reasons.append(f"q is on {desc.device_type}, the kernels run on cuda")
-    if desc.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"q has dtype {desc.dtype}, the kernels take torch.bfloat16 and torch.float16")
+    elif archs and (desc.capability is None or not any(_ffa_library.runs_on(arch, desc.capability) for arch in archs)):
+        here = "is not known" if desc.capability is None else f"is {desc.capability[0]}.{desc.capability[1]}"
+        reasons.append(f"the compute capability of the GPU {here} (compiled: {', '.join(archs)})")
     return reasons
 
 
 def reasons_against_blocked(desc: AttentionDesc, *, is_asked_for: bool) -> list[str]:
-    """Why the blocked torch path cannot take this problem; empty when it can."""
-    if desc.device_type != "cpu" and desc.dtype == torch.float32 and not is_asked_for:
+    """Why the blocked torch path cannot take this problem; empty when it can.
+
+    On a GPU "auto" takes it for fp64, and for heads too wide for the kernels that run there: nobody waits for it unknowingly else.
+    """
+    if desc.device_type == "cpu" or is_asked_for:
+        return []
+    if desc.dtype == torch.float32:
         return [f"q has dtype torch.float32 on {desc.device_type}: cast q, k and v to torch.bfloat16, or ask for backend='blocked' (slow)"]
+    if desc.dtype in _FFA_DTYPES and (_reasons_of_the_device(desc) or padded_head_dim(desc.head_dim, desc.head_dim_v) is not None):
+        return [
+            f"{desc.dtype} on {desc.device_type} is for compiled kernels; ask for backend='blocked' (kernel_backend= of a config; slow)"
+        ]
     return []
 
 
-def choose(desc: AttentionDesc, backend: str = "auto") -> str:
+def choose(desc: AttentionDesc, backend: str = "auto", direction: str = "forward") -> str:
     """The backend that runs a problem: "ffa" (compiled CUDA) or "blocked" (torch matmuls over blocks, any device, O(T) memory).
 
-    "auto" takes ffa where it can, blocked elsewhere; on a GPU that choice is logged once.
+    "auto" takes ffa where it can and blocked for CPU tensors; what else it takes on a GPU is logged once.
 
     Raises:
         InputError: an unknown name.
@@ -142,7 +180,7 @@ def choose(desc: AttentionDesc, backend: str = "auto") -> str:
     one_of("backend", backend, KERNEL_BACKENDS)
     against: dict[str, list[str]] = {}
     if backend in ("auto", "ffa"):
-        against["ffa"] = reasons_against_ffa(desc)
+        against["ffa"] = reasons_against_ffa(desc, direction)
         if not against["ffa"]:
             return "ffa"
     if backend in ("auto", "blocked"):

@@ -43,8 +43,14 @@ def sink_lse(
     """
     if sink is None:
         return torch.full((total_q, num_heads_q), float("-inf"), dtype=dtype, device=device)
-    joined = torch.logsumexp(sink.detach().to(dtype), dim=-2)
+    joined = joined_sink(sink, dtype)
+    assert joined is not None
     return joined.expand(total_q, num_heads_q).clone(memory_format=torch.contiguous_format)
+
+
+def joined_sink(sink: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """logsumexp over the sinks, contiguous: [num_heads_q] ("sh") or [total_q, num_heads_q] ("ssh"); None without a sink."""
+    return None if sink is None else torch.logsumexp(sink.detach().to(dtype), dim=-2).contiguous()
 
 
 def sink_backward(sink: Tensor, sink_layout: str, lse: Tensor, delta: Tensor) -> Tensor:

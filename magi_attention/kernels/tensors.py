@@ -22,6 +22,8 @@ def require_tensor(name: str, value: Any, form: str) -> torch.Tensor:
         raise InputError(f"{name} is a {type(value).__name__}; it must be a tensor {form}")
     if torch.compiler.is_compiling():
         return value  # a graph holds plain tensors only
+    if type(value) is torch.Tensor and not value.is_nested and value.layout is torch.strided and not value.is_quantized:
+        return value  # nearly always; looking for a method that is not there takes longer than all of this
     if hasattr(value, "to_local"):
         raise InputError(f"{name} is a {type(value).__name__}; pass this rank's part as a plain tensor, {name}.to_local()")
     if value.is_nested or value.layout != torch.strided:

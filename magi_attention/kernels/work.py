@@ -1,5 +1,7 @@
 """The work list of one mask: query tiles and, per tile, the spans of keys they see. Knows nothing of torch, heads or ranks.
 
+Spans are what the blocked path walks, and are made when it first does; compiled kernels keep their own lists in `derived`.
+
 A tile is a run of query rows. Its slices, clipped to the tile, are its pieces. Their key columns are cut where the set of
 pieces or the full visibility changes, then neighbouring cuts are joined again where one matmul is cheaper than two. What
 is left is a span: a row range times some keys, either fully visible or with the visible columns of each row listed.
@@ -7,9 +9,12 @@ is left is a span: a row range times some keys, either fully visible or with the
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,12 +43,28 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class WorkList:
-    """What a launch walks: only tiles that see a key. Depends on the mask alone, so one serves every layer and both passes."""
+    """What a launch walks. Depends on the mask alone, so one serves every layer and both passes.
 
+    Attributes:
+        slices: int32 [N, 6], checked.
+        total_q, total_k: rows of the query and key buffers.
+        derived: what kernels made of it, by their own names; lives as long as the work list.
+    """
+
+    slices: Int32Array
     total_q: int
     total_k: int
-    tile_m: int
-    tiles: tuple[Tile, ...]
+    derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @functools.cached_property
+    def tile_m(self) -> int:
+        """Rows of a tile of the blocked path."""
+        return tile_rows(self.slices, self.total_q)
+
+    @functools.cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Tiles of the blocked path, only those that see a key."""
+        return _tiles(self.slices, self.total_q, self.tile_m)
 
 
 def prepare(slices: npt.ArrayLike | WorkList, total_q: int, total_k: int) -> WorkList:
@@ -69,7 +90,7 @@ def prepare(slices: npt.ArrayLike | WorkList, total_q: int, total_k: int) -> Wor
         if key in _kept:
             _kept.move_to_end(key)
             return _kept[key]
-    work = _build(records, total_q, total_k)
+    work = WorkList(records.copy(), total_q, total_k)
     with _lock:
         _kept[key] = work
         while len(_kept) > _KEPT_WORK_LISTS:
@@ -114,8 +135,7 @@ def tile_rows(slices: npt.NDArray[np.integer], total_q: int) -> int:
     return 128 if seen_per_row >= 16 else 64
 
 
-def _build(slices: Int32Array, total_q: int, total_k: int) -> WorkList:
-    tile_m = tile_rows(slices, total_q)
+def _tiles(slices: Int32Array, total_q: int, tile_m: int) -> tuple[Tile, ...]:
     found = _native.run("work_list", slices=slices, total_q=total_q, tile_m=tile_m)
     offsets, pieces = found["tile_offsets"], found["pieces"].reshape(-1, 6).astype(np.int32, copy=False)
     tiles = []
@@ -127,7 +147,7 @@ def _build(slices: Int32Array, total_q: int, total_k: int) -> WorkList:
         q_end = min(q_start + tile_m, total_q)
         own = pieces[begin:end]
         tiles.append(Tile(q_start, q_end, tile_spans(own, q_start), _dead_rows(own, q_start, q_end)))
-    return WorkList(total_q, total_k, tile_m, tuple(tiles))
+    return tuple(tiles)
 
 
 def _dead_rows(pieces: Int32Array, q_start: int, q_end: int) -> Int64Array | None:

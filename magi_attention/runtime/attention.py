@@ -11,6 +11,7 @@ or on none. Saved: this rank's q, k, v, out (in the dtype the caller gets, the s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import weakref
@@ -24,14 +25,24 @@ from magi_attention.arguments import flag
 from magi_attention.comm import SINGLE, CommGroup, announce_refusal, comm_group
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
-from magi_attention.kernels.attention import WorkList, attention_backward, attention_forward, compute_dtype, prepare, softmax_delta
+from magi_attention.kernels.attention import (
+    AttentionOptions,
+    WorkList,
+    attention_backward_fresh,
+    attention_forward,
+    attention_forward_fresh,
+    compute_dtype,
+    prepare,
+    softmax_delta,
+)
 from magi_attention.kernels.ops import cast_for_autocast
 from magi_attention.kernels.select import check_scale, choose, describe
-from magi_attention.kernels.sink import sink_backward, sink_lse
+from magi_attention.kernels.sink import sink_backward
 from magi_attention.kernels.tensors import require_tensor
 from magi_attention.plan.types import RankPlan, StepPlan
 from magi_attention.runtime import checks
 from magi_attention.runtime.collectives import all_reduce
+from magi_attention.runtime.direct import Request, attend_directly
 from magi_attention.runtime.second_order import first_order
 from magi_attention.runtime.steps import Arrivals, ExchangeRule, GradReturns, select_exchange_rule
 
@@ -44,8 +55,7 @@ class AttentionCall:
     rule: ExchangeRule
     config: DistAttnConfig
     sink_layout: str
-    softmax_scale: float
-    softcap: float
+    options: AttentionOptions
     wants_max_logits: bool
 
     @property
@@ -53,8 +63,9 @@ class AttentionCall:
         return self.rule.group
 
     @property
-    def kernel_options(self) -> dict[str, Any]:
-        return {"softmax_scale": self.softmax_scale, "softcap": self.softcap, "backend": self.config.kernel_backend}
+    def running_options(self) -> dict[str, Any]:
+        """The options as the doors that merge into running results take them."""
+        return dataclasses.asdict(self.options)
 
 
 def dist_attention(
@@ -70,6 +81,7 @@ def dist_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     return_max_logits: bool = False,
+    sm_margin: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Attention of this rank's queries to every key that the plan's mask lets them see. Collective, also in its backward.
 
@@ -89,6 +101,7 @@ def dist_attention(
         softmax_scale: factor on q @ k.T; None is head_dim ** -0.5.
         softcap: cap * tanh(score / cap) on scaled scores; 0 is off.
         return_max_logits: also return the largest visible score of each head over all ranks.
+        sm_margin: multiprocessors that compiled kernels leave to other work.
 
     Returns:
         out [num_local_q, num_heads_q, head_dim_v] in q's dtype; lse [num_local_q, num_heads_q], natural log, fp32 (fp64 for fp64
@@ -110,13 +123,19 @@ def dist_attention(
         checks.check_can_be_saved((q, k, v, sink))
         scale, wants_max_logits = check_scale(softmax_scale, q.shape[2]), flag("return_max_logits", return_max_logits)
         rule = select_exchange_rule(config, cp_group)
-    call = AttentionCall(plan, rule, config, sink_layout, scale, float(softcap), wants_max_logits)
+    if plan.cp_size == 1 and not env.check_enabled():
+        request = Request(scale, float(softcap), sink_layout, wants_max_logits, config.kernel_backend, config.deterministic, sm_margin)
+        found = attend_directly(q, k, v, sink, _work_list(plan.forward[0], plan.num_local_q), request)
+        if found is not None:
+            return found
+    kernel_options = AttentionOptions(scale, float(softcap), config.kernel_backend, config.deterministic, sm_margin)
+    call = AttentionCall(plan, rule, config, sink_layout, kernel_options, wants_max_logits)
     if env.check_enabled():
         checks.check_plan(plan)
         options = {
             "sink_layout": sink_layout,
             "softmax_scale": scale,
-            "softcap": call.softcap,
+            "softcap": kernel_options.softcap,
             "max logits": wants_max_logits,
             "config": config,
         }
@@ -166,10 +185,12 @@ def _gradients(
     needs_q, needs_k, needs_v, needs_sink = needs
     with torch.autocast(q.device.type, enabled=False):
         dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
-        delta = softmax_delta(dout, out, dlse)
         dq = dk = dv = dsink = None
         if needs_q or needs_k or needs_v:
-            dq, dk, dv = _backward(dout, q, k, v, lse, delta, call, returns_kv=needs_k or needs_v)
+            delta = torch.empty_like(lse)  # written in the first step
+            dq, dk, dv = _backward((dout, q, out, lse, dlse, delta), k, v, call, returns_kv=needs_k or needs_v)
+        else:
+            delta = softmax_delta(dout, out, dlse)
         if needs_sink:
             dsink = _sink_grad(sink, lse, delta, call)
     return dq if needs_q else None, dk if needs_k else None, dv if needs_v else None, dsink
@@ -179,17 +200,26 @@ def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     plan = call.plan
-    accumulate_dtype = compute_dtype(q.dtype)
-    num_rows, num_heads = q.shape[:2]
-    out = torch.zeros(num_rows, num_heads, v.shape[2], dtype=accumulate_dtype, device=q.device)
-    lse = sink_lse(sink, call.sink_layout, num_rows, num_heads, accumulate_dtype, q.device)
-    max_logits = torch.full((num_heads,), -torch.inf, dtype=accumulate_dtype, device=q.device) if call.wants_max_logits else None
+    is_only_step = len(plan.forward) == 1  # then the kernel writes what the caller gets
     guard = _BadValueGuard()
     arrivals = Arrivals(plan.forward, (k, v), call.rule, "forward k, v of")
-    for index, step in enumerate(plan.forward):
+    step_k, step_v = arrivals.take(0)
+    out, lse, max_logits = attention_forward_fresh(
+        q,
+        step_k,
+        step_v,
+        _work_list(plan.forward[0], plan.num_local_q),
+        call.options,
+        sink=sink,
+        sink_layout=call.sink_layout,
+        out_dtype=q.dtype if is_only_step else compute_dtype(q.dtype),
+        wants_max_logits=call.wants_max_logits,
+    )
+    guard.look(0, out=out, lse=lse)
+    for index, step in enumerate(plan.forward[1:], 1):
         step_k, step_v = arrivals.take(index)
         work_list = _work_list(step, plan.num_local_q)
-        attention_forward(q, step_k, step_v, work_list, out=out, lse=lse, max_logits=max_logits, **call.kernel_options)
+        attention_forward(q, step_k, step_v, work_list, out=out, lse=lse, max_logits=max_logits, **call.running_options)
         guard.look(index, out=out, lse=lse)
     guard.report(call, q.device)
     if max_logits is not None and not call.group.is_single:
@@ -198,32 +228,34 @@ def _forward(
 
 
 def _backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor],
     k: torch.Tensor,
     v: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
     call: AttentionCall,
     *,
     returns_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout, q, out, lse, dlse, delta = rows
     plan = call.plan
-    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
+    sum_dtype = q.dtype if len(plan.backward) == 1 else lse.dtype
     guard = _BadValueGuard()
     guard.look(0, dout=dout)
     arrivals = Arrivals(plan.backward, (k, v), call.rule, "backward k, v of")
+    step_k, step_v = arrivals.take(0)
+    options = call.options
+    work_list = _work_list(plan.backward[0], plan.num_local_q)
+    dk, dv = attention_backward_fresh(
+        dout, q, step_k, step_v, lse, delta, work_list, options, dq=dq, dkv_dtype=sum_dtype, out=out, dlse=dlse
+    )
+    guard.look(0, dq=dq, dk=dk, dv=dv)
     returns = GradReturns((dk, dv), call.rule)
-    for index, step in enumerate(plan.backward):
+    for index, step in enumerate(plan.backward[1:], 1):
         step_k, step_v = arrivals.take(index)
-        if index == 0:
-            step_dk, step_dv = dk, dv
-        else:
-            step_dk, step_dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (step_k, step_v))
         work_list = _work_list(step, plan.num_local_q)
-        attention_backward(dout, q, step_k, step_v, lse, delta, work_list, dq=dq, dk=step_dk, dv=step_dv, **call.kernel_options)
+        step_dk, step_dv = attention_backward_fresh(dout, q, step_k, step_v, lse, delta, work_list, options, dq=dq)
         guard.look(index, dq=dq, dk=step_dk, dv=step_dv)
-        if index > 0 and returns_kv:
+        if returns_kv:
             returns.start(index, step, (step_dk, step_dv))
     returns.finish()
     guard.report(call, q.device)

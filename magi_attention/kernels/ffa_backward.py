@@ -1,0 +1,155 @@
+"""The compiled backward: dq is added to, dk and dv are written fresh or added to. One launch on the current stream.
+
+Knows nothing of autograd, sinks or ranks. Problems are those that kernels/select.py lets through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magi_attention.kernels import ffa_device, ffa_library
+from magi_attention.kernels.delta import softmax_delta
+from magi_attention.kernels.ffa_launch import DTYPE_CODE, compiled_head_dim, query, scratch, shape_record
+from magi_attention.kernels.ffa_library import BackwardArgs, run_backward, stats_floats
+from magi_attention.kernels.ffa_tensors import dense, narrowed, readable, token_tensor
+from magi_attention.kernels.ffa_work import device_work
+from magi_attention.kernels.options import AttentionOptions
+from magi_attention.kernels.work import WorkList
+
+_NO_WORK = ffa_library.Work()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a backward reads of the queries.
+
+    Attributes:
+        q: [Tq, Hq, D]; dout: [Tq, Hq, Dv], both of one dtype, any strides.
+        lse: fp32 [Tq, Hq], final.
+        delta: fp32 [Tq, Hq], contiguous: read, or written when `out` is there.
+        out: [Tq, Hq, Dv] of the forward, in q's dtype or fp32; None when delta is known.
+        dlse: [Tq, Hq] or None, read with `out`.
+    """
+
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    out: Tensor | None = None
+    dlse: Tensor | None = None
+
+
+def backward_fresh(
+    rows: Rows, k: Tensor, v: Tensor, mask: WorkList, options: AttentionOptions, *, dq: Tensor, dkv_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """dk [Tk, Hkv, D] and dv [Tk, Hkv, Dv] of these keys alone, every element written once; dq is added to.
+
+    Args:
+        dq: fp32 [Tq, Hq, D].
+        dkv_dtype: dtype of q, or fp32.
+    """
+    width = compiled_head_dim(rows.q, v)
+    shape = (k.shape[0], k.shape[1], width)
+    dk = torch.empty(shape, dtype=dkv_dtype, device=k.device)
+    dv = torch.empty(shape, dtype=dkv_dtype, device=k.device)
+    if rows.q.shape[0] and k.shape[0]:
+        _add_dq(rows, k, v, mask, options, (dq, dk, dv), accumulates=False)
+    else:
+        dk.zero_()
+        dv.zero_()
+        if rows.out is not None:
+            rows.delta.copy_(softmax_delta(rows.dout, rows.out, rows.dlse))
+    return narrowed(dk, k.shape[2]), narrowed(dv, v.shape[2])
+
+
+def backward_into(
+    rows: Rows, k: Tensor, v: Tensor, mask: WorkList, options: AttentionOptions, grads: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Add to grads = (dq, dk, dv), all fp32, shapes of q, k, v."""
+    if not (rows.q.shape[0] and k.shape[0]):
+        return
+    width = compiled_head_dim(rows.q, v)
+    dq, dk, dv = grads
+    own_dk, own_dv = dense(dk, width), dense(dv, width)
+    _add_dq(rows, k, v, mask, options, (dq, own_dk, own_dv), accumulates=True)
+    for own, x in ((own_dk, dk), (own_dv, dv)):
+        if own is not x:
+            x.copy_(own[..., : x.shape[2]])
+
+
+def _add_dq(
+    rows: Rows,
+    k: Tensor,
+    v: Tensor,
+    mask: WorkList,
+    options: AttentionOptions,
+    grads: tuple[Tensor, Tensor, Tensor],
+    *,
+    accumulates: bool,
+) -> None:
+    """The launch, with a dq of its own where the caller's is narrower, strided, or of the opposite sign."""
+    dq, dk, dv = grads
+    width, is_negative = dk.shape[2], options.softmax_scale < 0
+    if dq.shape[2] == width and dq.is_contiguous() and not is_negative:
+        _launch(rows, k, v, mask, options, (dq, dk, dv), accumulates)
+        return
+    own_dq = torch.zeros((dq.shape[0], dq.shape[1], width), dtype=torch.float32, device=dq.device)
+    _launch(rows, k, v, mask, options, (own_dq, dk, dv), accumulates)
+    dq.add_(own_dq[..., : dq.shape[2]], alpha=-1.0 if is_negative else 1.0)
+
+
+def _launch(
+    rows: Rows,
+    k: Tensor,
+    v: Tensor,
+    mask: WorkList,
+    options: AttentionOptions,
+    grads: tuple[Tensor, Tensor, Tensor],
+    accumulates: bool,
+) -> None:
+    dq, dk, dv = grads
+    device, width = rows.q.device, dk.shape[2]
+    work = device_work(mask, "backward", width, device)
+    work_dq = device_work(mask, "dq", width, device) if options.deterministic else None
+    shape = shape_record(rows.q.shape, k.shape, width, rows.q.dtype, device, options)
+    q, k, v, dout = query(rows.q, width, options), readable(k, width), readable(v, width), readable(rows.dout, width)
+    lse = rows.lse.contiguous()
+    out = None if rows.out is None else dense(rows.out, width)
+    dlse = None if rows.dlse is None or out is None else rows.dlse.to(torch.float32).contiguous()
+    stats, counter = _scratch(q)
+    args = BackwardArgs(
+        shape,
+        work.record,
+        _NO_WORK if work_dq is None else work_dq.record,
+        token_tensor(q),
+        token_tensor(k),
+        token_tensor(v),
+        token_tensor(dout),
+        lse.data_ptr(),
+        rows.delta.data_ptr(),
+        None if out is None else out.data_ptr(),
+        0 if out is None else DTYPE_CODE[out.dtype],
+        None if dlse is None else dlse.data_ptr(),
+        stats.data_ptr(),
+        dq.data_ptr(),
+        dk.data_ptr(),
+        dv.data_ptr(),
+        DTYPE_CODE[dk.dtype],
+        accumulates,
+        counter.data_ptr(),
+    )
+    with ffa_device.on_device(device):
+        stream = ffa_device.raw_stream(device)
+        work.array.used_on(stream)
+        if work_dq is not None:
+            work_dq.array.used_on(stream)
+        ffa_device.range_push(device, "magi_attention backward")
+        run_backward(args, stream)
+        ffa_device.range_pop(device)
+
+
+def _scratch(q: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty(stats_floats(q.shape[0], q.shape[1]), dtype=torch.float32, device=q.device), scratch(q.device)

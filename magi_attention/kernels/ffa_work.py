@@ -1,0 +1,64 @@
+"""Tile work lists on a device, made at first use and kept with the mask they belong to. Knows no tensor of attention and no heads."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from magi_attention.kernels import ffa_library
+from magi_attention.kernels.ffa_device import DeviceArray, uploaded
+from magi_attention.kernels.tile_work import tile_work
+from magi_attention.kernels.work import WorkList
+
+
+class DeviceWork:
+    """One list as the C ABI takes it, and the memory it points into.
+
+    Attributes:
+        record: pointers and sizes for the arguments of a launch.
+        array: the memory, one int32 tensor.
+    """
+
+    __slots__ = ("array", "record")
+
+    def __init__(self, array: DeviceArray, offsets: tuple[int, int, int, int], num_tiles: int, num_rows: int) -> None:
+        """offsets of order, segment_offsets, segments and pieces, in int32 elements of the array."""
+        start = array.tensor.data_ptr()
+        self.array = array
+        self.record = ffa_library.Work(*(start + 4 * offset for offset in offsets), num_tiles, num_rows)
+
+
+def device_work(mask: WorkList, direction: str, head_dim: int, device: torch.device) -> DeviceWork:
+    """The list of a mask for one direction of one compiled kernel.
+
+    Args:
+        direction: "forward" or "dq" (tiles of queries), "backward" (tiles of keys); see ffa_library.TILE_FUNCTIONS.
+        head_dim: a compiled one.
+
+    Raises:
+        InputError: it is not there yet and a CUDA graph is being captured.
+    """
+    name = (direction, head_dim, device)
+    found: DeviceWork | None = mask.derived.get(name)
+    return found if found is not None else _make(mask, direction, head_dim, device)
+
+
+_lock = threading.Lock()  # a backward may run on another thread
+
+
+def _make(mask: WorkList, direction: str, head_dim: int, device: torch.device) -> DeviceWork:
+    tile = ffa_library.tile_of(direction, head_dim)
+    is_transposed = direction == "backward"
+    # Kernels of one tile shape share a list.
+    shared = (is_transposed, tile, device)
+    with _lock:
+        if shared not in mask.derived:
+            num_rows = mask.total_k if is_transposed else mask.total_q
+            host = tile_work(mask.slices, num_rows, *tile, transposed=is_transposed)
+            array = uploaded(host.packed, device, f"the {direction} work list of this mask")
+            offsets = (host.offset_order, host.offset_segment_offsets, host.offset_segments, host.offset_pieces)
+            mask.derived[shared] = DeviceWork(array, offsets, host.num_tiles, host.num_rows)
+        found: DeviceWork = mask.derived[shared]
+        mask.derived[(direction, head_dim, device)] = found
+    return found

@@ -1,0 +1,77 @@
+"""The ctypes structs are those of csrc/attention/launch.h, byte by byte, and the symbols have the signatures of the header."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from magi_attention import _ffa_library
+from magi_attention.kernels import ffa_library
+from tests.kernels.twin_library import compiled, install_twin, needs_compiler, remove_twin
+from tests.rules.tree import ROOT
+
+STRUCTS = (
+    ffa_library.TokenTensor,
+    ffa_library.AttentionShape,
+    ffa_library.Work,
+    ffa_library.ForwardArgs,
+    ffa_library.BackwardArgs,
+)
+HEADERS = ROOT / "csrc" / "attention"
+
+
+@needs_compiler
+def test_sizes_and_offsets_are_those_of_the_compiler(tmp_path: Path) -> None:
+    lines, expected = [], {}
+    for struct in STRUCTS:
+        name = struct.__name__
+        lines.append(f'std::printf("{name} %zu\\n", sizeof(magi::{name}));')
+        expected[name] = ctypes.sizeof(struct)
+        for field, *_ in struct._fields_:
+            place = f"{name}.{field}"
+            lines.append(f'std::printf("{place} %zu\\n", 1000 * offsetof(magi::{name}, {field}) + sizeof(magi::{name}::{field}));')
+            expected[place] = 1000 * getattr(struct, field).offset + getattr(struct, field).size
+    source = tmp_path / "layout.cpp"
+    body = "\n".join(lines)
+    source.write_text(f'#include <cstddef>\n#include <cstdio>\n#include "attention/launch.h"\nint main() {{\n{body}\n}}\n')
+    printed = subprocess.run([compiled(source)], check=True, capture_output=True, text=True).stdout
+    assert {name: int(value) for name, value in map(str.split, printed.splitlines())} == expected
+
+
+def test_no_field_of_the_header_is_missing() -> None:
+    text = re.sub(r"//[^\n]*", "", (HEADERS / "launch.h").read_text() + (HEADERS / "work.h").read_text())
+    for struct in STRUCTS:
+        found = re.search(rf"struct {struct.__name__} {{(.*?)}};", text, re.DOTALL)
+        assert found is not None, f"{struct.__name__} is not in the headers"
+        declared = [name for line in found[1].split(";") for name in re.findall(r"\*?(\w+)\s*(?=,|$)", line.strip())]
+        assert declared == [field for field, *_ in struct._fields_]
+
+
+def test_every_function_of_the_header_is_bound() -> None:
+    declared = set(re.findall(r"(magi_ffa_\w+)\(", (HEADERS / "launch.h").read_text()))
+    bound = {"magi_ffa_variants", "magi_ffa_build_info", "magi_ffa_error", "magi_ffa_stats_floats"}
+    bound |= {"magi_ffa_forward", "magi_ffa_backward", *ffa_library.TILE_FUNCTIONS.values()}
+    assert declared <= bound, f"not bound: {sorted(declared - bound)}"
+
+
+@needs_compiler
+def test_a_refused_launch_tells_the_reason_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_twin(monkeypatch)
+    try:
+        for run, args in ((ffa_library.run_forward, ffa_library.ForwardArgs()), (ffa_library.run_backward, ffa_library.BackwardArgs())):
+            with pytest.raises(RuntimeError, match=r"head_dim is not 64 or 128; backend='blocked'"):
+                run(args, 0)  # type: ignore[operator]
+        assert ffa_library.tile_of("forward", 64) == (48, 16) and ffa_library.tile_of("dq", 64) == (40, 8)
+        with pytest.raises(RuntimeError, match="forward tile: no such head_dim"):
+            ffa_library.tile_of("forward", 80)
+    finally:
+        remove_twin()
+
+
+def test_a_build_without_the_library_says_so(tmp_path: Path) -> None:
+    found = _ffa_library.load(tmp_path / "_ffa.so")
+    assert found.handle is None and "no CUDA kernel is compiled into this build" in found.error and not found.is_damaged

@@ -79,7 +79,11 @@ class BuildLibraries(build_ext):
         except BuildError as error:
             raise SystemExit(f"error: {error}") from None
         if library.faults:
-            raise SystemExit("these kernels are not fit to be installed:\n  " + "\n  ".join(library.faults))
+            faults = "\n  ".join(library.faults)
+            raise SystemExit(
+                f"these kernels are not fit to be installed:\n  {faults}\nanother nvcc may do better (the release is built with 13.0); "
+                "MAGI_BUILD_VARIANTS leaves variants out, MAGI_BUILD_KERNELS=0 all of them"
+            )
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(library.path, target)

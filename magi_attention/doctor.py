@@ -129,7 +129,8 @@ def _compiled_line(facts: MachineFacts) -> str:
         return "none compiled"
     served = [_serves(compiled.archs, gpu.capability) for gpu in facts.gpus]
     here = f"; {sum(served)} of {len(served)} GPUs here can run them" if served else ""
-    return f"{len(compiled.variants)} variants for {', '.join(compiled.archs)}, built with nvcc {compiled.nvcc}{here}"
+    count = f"{len(compiled.variants)} variant{'s' * (len(compiled.variants) != 1)}"
+    return f"{count} for {', '.join(compiled.archs)}, built with nvcc {compiled.nvcc}{here}"
 
 
 def _variant_lines(facts: MachineFacts) -> list[tuple[str, str]]:

@@ -3,8 +3,10 @@
 
 #if defined(__CUDACC__)
 #define MAGI_HOST_DEVICE __host__ __device__
+#define MAGI_DEVICE __device__  // device code that a host compiler also accepts, so that it is tested without a GPU
 #else
 #define MAGI_HOST_DEVICE
+#define MAGI_DEVICE
 #endif
 
 namespace magi {

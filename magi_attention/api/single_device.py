@@ -21,9 +21,15 @@ from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask
 from magi_attention.mask.slices import MAX_TOKENS
 from magi_attention.runtime.attention import dist_attention
-from magi_attention.runtime.direct import Request, attend_directly
+from magi_attention.runtime.direct import Request, attend_again, attend_directly
 from magi_attention.runtime.rows import require_tensor
 from magi_attention.runtime.single import cast_for_autocast, check_tensors, single_device_attention
+
+_IGNORED = (
+    "auto_range_merge", "swap_ab", "pack_gqa", "cat_gqa", "sparse_load", "ref_block_size", "max_seqlen_q", "max_seqlen_k",
+    "swap_bwd_qk_loop", "disable_fwd_atomic_reduction", "disable_bwd_dkv_atomic_reduction", "index_attn",
+)  # fmt: skip
+_NO_FLAG = frozenset((type(None),))
 
 
 def flex_flash_attn_func(
@@ -99,24 +105,23 @@ def flex_flash_attn_func(
     Raises:
         InputError: before any compute, for tensors or a mask that break a rule above.
     """
-    ignored = {
-        "auto_range_merge": auto_range_merge,
-        "swap_ab": swap_ab,
-        "pack_gqa": pack_gqa,
-        "cat_gqa": cat_gqa,
-        "sparse_load": sparse_load,
-        "ref_block_size": ref_block_size,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "swap_bwd_qk_loop": swap_bwd_qk_loop,
-        "disable_fwd_atomic_reduction": disable_fwd_atomic_reduction,
-        "disable_bwd_dkv_atomic_reduction": disable_bwd_dkv_atomic_reduction,
-        "index_attn": index_attn,
-    }
-    _warn_ignored([name for name, value in ignored.items() if value is not None])
+    request = Request(softmax_scale, softcap, sink_layout, return_max_logits, "auto", deterministic, sm_margin)
+    flags = (
+        auto_range_merge, swap_ab, pack_gqa, cat_gqa, sparse_load, ref_block_size, max_seqlen_q, max_seqlen_k, swap_bwd_qk_loop,
+        disable_fwd_atomic_reduction, disable_bwd_dkv_atomic_reduction, index_attn,
+    )  # fmt: skip
+    has_no_flag = _NO_FLAG.issuperset(map(type, flags))
+    has_other_mask = not (q_ranges is None and k_ranges is None and attn_type_map is None and index_attn_indices is None and mask is None)
+    is_plan_alone = has_no_flag and not has_other_mask and not torch.compiler.is_compiling()
+    if is_plan_alone and isinstance(plan, AttnPlan) and not env.check_enabled():
+        known = attend_again(q, k, v, sink, plan.work, request)
+        if known is not None:
+            return known[0], AttnForwardMeta(known[1], known[2])
+    if not has_no_flag:
+        _warn_ignored([name for name, value in zip(_IGNORED, flags, strict=True) if value is not None])
     _check_sizes(q, k, v)
     sm_margin = count("sm_margin", sm_margin, 0, MAX_TOKENS)
-    request = Request(softmax_scale, softcap, sink_layout, return_max_logits, "auto", flag("deterministic", deterministic), sm_margin)
+    request = request._replace(deterministic=flag("deterministic", deterministic), sm_margin=sm_margin)
     call = functools.partial(_attend, request)
     given = {"q_ranges": q_ranges, "index_attn_indices": index_attn_indices, "mask": mask, "plan": plan}
     names = [name for name, value in given.items() if value is not None]

@@ -6,7 +6,7 @@ runs with the graph: its slices, a CPU tensor [num_slices, 6] whose length is no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,10 @@ class AttnPlan:
     mask: AttnMask
     rank_plan: RankPlan
     slices: torch.Tensor
-    work: WorkList
+    work: WorkList = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "work", prepare(self.mask.slices, self.mask.total_q, self.mask.total_k))
 
 
 # What attention takes: a plan, or inside a compiled graph the slices that an operation will return.
@@ -67,7 +70,7 @@ def prepare_attention(mask: AttnMask) -> AttnPlan:
 
 def _plan(mask: AttnMask) -> AttnPlan:
     rank_plan = single_rank_plan(mask.slices, mask.total_q, mask.total_k, mask.area())
-    return AttnPlan(mask, rank_plan, torch.from_numpy(mask.slices.copy()), prepare(mask.slices, mask.total_q, mask.total_k))
+    return AttnPlan(mask, rank_plan, torch.from_numpy(mask.slices.copy()))
 
 
 def plan_of_ranges(q_ranges: Any, k_ranges: Any, attn_type_map: Any, total_q: int, total_k: int) -> PlanOrSlices:

@@ -7,6 +7,8 @@ nothing of autograd, ranks, plans or exchanges.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from magi_attention.kernels.work import WorkList, clear_prepared, prepare
 
 __all__ = [
     "AttentionOptions",
+    "Rows",
     "WorkList",
     "attention_backward",
     "attention_backward_fresh",
@@ -85,7 +88,6 @@ def attention_forward_fresh(
     options: AttentionOptions,
     *,
     sink: Tensor | None = None,
-    sink_layout: str = "sh",
     out_dtype: torch.dtype | None = None,
     wants_max_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -102,6 +104,7 @@ def attention_forward_fresh(
     Raises:
         As `attention_forward`.
     """
+    sink_layout = "sh" if sink is None or sink.ndim == 2 else "ssh"
     name = choose(describe(q, k, v, sink=sink, sink_layout=sink_layout, softcap=options.softcap), options.backend)
     work = prepare(slices, q.shape[0], k.shape[0])
     wide = compute_dtype(q.dtype)
@@ -161,34 +164,30 @@ def attention_backward(
 
 @torch.no_grad()
 def attention_backward_fresh(
-    dout: Tensor,
-    q: Tensor,
+    rows: Rows,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
     slices: npt.ArrayLike | WorkList,
     options: AttentionOptions,
     *,
     dq: Tensor,
     dkv_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv of these keys alone, and dq added to, in place; arguments as in `attention_backward`.
+    """dk and dv of these keys alone, and dq added to, in place; shapes as in `attention_backward`.
 
     Args:
-        delta: contiguous; with `out`, `softmax_delta(dout, out, dlse)` is written to it first, which a kernel does on its way.
+        rows: what belongs to the queries. With `rows.out`, `softmax_delta(dout, out, dlse)` is written to `rows.delta` on the way.
         dkv_dtype: of dk and dv; None is fp32 (fp64 for fp64 inputs), to be summed with others.
     """
+    q, dout, lse, delta = rows.q, rows.dout, rows.lse, rows.delta
     name = choose(describe(q, k, v, softcap=options.softcap), options.backend, "backward")
     work = prepare(slices, q.shape[0], k.shape[0])
     wide = compute_dtype(q.dtype)
     if name == "ffa":
-        rows = Rows(q, dout.to(q.dtype), lse, delta, out, dlse)
+        rows = dataclasses.replace(rows, dout=dout.to(q.dtype))
         return ffa_backward.backward_fresh(rows, k, v, work, options, dq=dq, dkv_dtype=dkv_dtype or wide)
-    if out is not None:
-        delta.copy_(softmax_delta(dout, out, dlse))
+    if rows.out is not None:
+        delta.copy_(softmax_delta(dout, rows.out, rows.dlse))
     dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
         blocked_backward.backward((q, dout, lse, delta), k, v, work, (options.softmax_scale, options.softcap), (dq, dk, dv))

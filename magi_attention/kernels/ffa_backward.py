@@ -141,14 +141,9 @@ def _launch(
         accumulates,
         counter.data_ptr(),
     )
-    with ffa_device.on_device(device):
-        stream = ffa_device.raw_stream(device)
-        work.array.used_on(stream)
-        if work_dq is not None:
-            work_dq.array.used_on(stream)
-        ffa_device.range_push(device, "magi_attention backward")
+    lists = (work.array,) if work_dq is None else (work.array, work_dq.array)
+    with ffa_device.launching(device, "magi_attention backward", *lists) as stream:
         run_backward(args, stream)
-        ffa_device.range_pop(device)
 
 
 def _scratch(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -51,31 +51,9 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return major, minor
 
 
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A block in which kernels are launched on the device; free when it is the current one already."""
-    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(device)
-
-
-_HERE = contextlib.nullcontext()
-
-
 def is_capturing(device: torch.device) -> bool:
     """A CUDA graph is being captured on the current stream."""
     return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
-
-
-def range_push(device: torch.device, name: str) -> None:
-    """Open an NVTX range around launches."""
-    if device.type == "cuda":
-        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-
-
-def range_pop(device: torch.device) -> None:
-    """Close the range that was opened last."""
-    if device.type == "cuda":
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
 class DeviceArray:
@@ -128,3 +106,40 @@ def uploaded(values: npt.NDArray[np.int32], device: torch.device, what: str) -> 
     staged = torch.empty(values.size, dtype=torch.int32, pin_memory=device.type == "cuda")
     staged.numpy()[:] = values
     return DeviceArray(staged.to(device, non_blocking=True))
+
+
+class launching:
+    """A block that launches kernels: the device is current, the lists are good for its stream, and an NVTX range shows it.
+
+    Entered, it is the stream as `raw_stream` gives it.
+    """
+
+    __slots__ = ("_arrays", "_device", "_name", "_switch")
+
+    def __init__(self, device: torch.device, name: str, *arrays: DeviceArray) -> None:
+        self._device, self._name, self._arrays = device, name, arrays
+        self._switch: torch.cuda.device | None = None
+
+    def __enter__(self) -> int:
+        device = self._device
+        if device.type != "cuda":
+            return 0
+        if device.index != torch.cuda.current_device():
+            self._switch = torch.cuda.device(device)
+            self._switch.__enter__()  # type: ignore[no-untyped-call]
+        stream = raw_stream(device)
+        for array in self._arrays:
+            array.used_on(stream)
+        _range_push(self._name)
+        return stream
+
+    def __exit__(self, *error: object) -> None:
+        if self._device.type != "cuda":
+            return
+        _range_pop()
+        if self._switch is not None:
+            self._switch.__exit__(*error)
+
+
+_range_push: Callable[[str], object] = torch.cuda.nvtx.range_push
+_range_pop: Callable[[], object] = torch.cuda.nvtx.range_pop

@@ -9,14 +9,90 @@ import torch
 from torch import Tensor
 
 from magi_attention.kernels import ffa_device
-from magi_attention.kernels.ffa_launch import DTYPE_CODE, compiled_head_dim, query, scratch, shape_record
-from magi_attention.kernels.ffa_library import ForwardArgs, run_forward
-from magi_attention.kernels.ffa_tensors import dense, narrowed, readable, token_tensor
+from magi_attention.kernels.ffa_launch import DTYPE_CODE, compiled_head_dim, query, shape_record
+from magi_attention.kernels.ffa_library import FORWARD_TAIL, forward_head, run_forward
+from magi_attention.kernels.ffa_tensors import ALIGN_BYTES, dense, is_readable, narrowed, readable, used_strides
 from magi_attention.kernels.ffa_work import device_work
 from magi_attention.kernels.options import AttentionOptions
 from magi_attention.kernels.work import WorkList
 
 _MINUS_INF = float("-inf")
+_EMPTY, _INT32, _FP32 = torch.empty, torch.int32, torch.float32
+
+Outputs = tuple[Tensor, Tensor, Tensor | None]  # out, lse, max_logits
+
+
+class ForwardCall:
+    """All of a forward that shapes, strides, options and mask decide, worked out once for tensors alike.
+
+    Short sequences wait for the host, so what is left to a call is to allocate, to pack pointers and to launch.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: WorkList, options: AttentionOptions, out_dtype: torch.dtype) -> None:
+        self.device = q.device
+        self._options = options
+        self._width, self._head_dim_v = compiled_head_dim(q, v), v.shape[2]
+        self._lse_shape = (q.shape[0], q.shape[1])
+        self._out_shape, self._out_dtype, self._out_code = (*self._lse_shape, self._width), out_dtype, DTYPE_CODE[out_dtype]
+        self._is_empty = not (q.shape[0] and k.shape[0])
+        self._is_plain = options.softmax_scale >= 0 and all(is_readable(x, self._width) for x in (q, k, v))
+        self._strides = tuple(used_strides(x) for x in (q, k, v))
+        if not self._is_empty:
+            self._work = device_work(mask, "forward", self._width, self.device)
+            self._head = forward_head(shape_record(q.shape, k.shape, self._width, q.dtype, self.device, options), self._work.record)
+
+    def fresh(self, q: Tensor, k: Tensor, v: Tensor, sink_lse: Tensor | None, wants_max_logits: bool) -> Outputs:
+        """Attention of these keys and the sinks alone; see `forward_fresh`."""
+        device = self.device
+        out = _EMPTY(self._out_shape, dtype=self._out_dtype, device=device)
+        lse = _EMPTY(self._lse_shape, dtype=_FP32, device=device)
+        max_logits = torch.full((self._lse_shape[1],), _MINUS_INF, dtype=_FP32, device=device) if wants_max_logits else None
+        if self._is_empty:  # no key at all: what is left are the sinks
+            out.zero_()
+            lse.copy_(sink_lse.expand_as(lse)) if sink_lse is not None else lse.fill_(_MINUS_INF)
+        else:
+            self._launch(q, k, v, (out, lse, max_logits), sink_lse, 0)
+        return (out if self._head_dim_v == self._width else narrowed(out, self._head_dim_v)), lse, max_logits
+
+    def into(self, q: Tensor, k: Tensor, v: Tensor, running: Outputs) -> None:
+        """Merge into running results; see `forward_into`."""
+        if self._is_empty:
+            return
+        out, lse, max_logits = running
+        own_out, own_lse = dense(out, self._width), lse.contiguous()
+        self._launch(q, k, v, (own_out, own_lse, max_logits), None, 1)
+        if own_out is not out:
+            out.copy_(own_out[..., : out.shape[2]])
+        if own_lse is not lse:
+            lse.copy_(own_lse)
+
+    def _launch(self, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, sink_lse: Tensor | None, accumulates: int) -> None:
+        out, lse, max_logits = outputs
+        device, strides = self.device, self._strides
+        q_start, k_start, v_start = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if not self._is_plain or (q_start | k_start | v_start) % ALIGN_BYTES:
+            q, k, v = query(q, self._width, self._options), readable(k, self._width), readable(v, self._width)
+            q_start, k_start, v_start = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            strides = (used_strides(q), used_strides(k), used_strides(v))
+        counter = _EMPTY(1, dtype=_INT32, device=device)  # not kept: launches of several streams or threads must not share one
+        tail = FORWARD_TAIL.pack(
+            q_start,
+            *strides[0],
+            k_start,
+            *strides[1],
+            v_start,
+            *strides[2],
+            out.data_ptr(),
+            self._out_code,
+            lse.data_ptr(),
+            0 if sink_lse is None else sink_lse.data_ptr(),
+            0 if sink_lse is None or sink_lse.ndim == 1 else sink_lse.shape[1],
+            0 if max_logits is None else max_logits.data_ptr(),
+            accumulates,
+            counter.data_ptr(),
+        )
+        with ffa_device.launching(device, "magi_attention forward", self._work.array) as stream:
+            run_forward(self._head + tail, stream)
 
 
 def forward_fresh(
@@ -29,7 +105,7 @@ def forward_fresh(
     sink_lse: Tensor | None,
     out_dtype: torch.dtype,
     wants_max_logits: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> Outputs:
     """Attention of these keys alone, every element of the results written once.
 
     Args:
@@ -39,69 +115,9 @@ def forward_fresh(
     Returns:
         out [Tq, Hq, Dv]; lse fp32 [Tq, Hq]; max_logits fp32 [Hq] or None.
     """
-    device = q.device
-    width = compiled_head_dim(q, v)
-    total_q, num_heads = q.shape[0], q.shape[1]
-    out = torch.empty((total_q, num_heads, width), dtype=out_dtype, device=device)
-    lse = torch.empty((total_q, num_heads), dtype=torch.float32, device=device)
-    max_logits = torch.full((num_heads,), _MINUS_INF, dtype=torch.float32, device=device) if wants_max_logits else None
-    if total_q and k.shape[0]:
-        _launch(q, k, v, mask, options, (out, lse, max_logits), sink_lse, accumulates=False)
-    else:  # no key at all: what is left are the sinks
-        out.zero_()
-        lse.copy_(sink_lse.expand_as(lse)) if sink_lse is not None else lse.fill_(_MINUS_INF)
-    return narrowed(out, v.shape[2]), lse, max_logits
+    return ForwardCall(q, k, v, mask, options, out_dtype).fresh(q, k, v, sink_lse, wants_max_logits)
 
 
-def forward_into(
-    q: Tensor, k: Tensor, v: Tensor, mask: WorkList, options: AttentionOptions, running: tuple[Tensor, Tensor, Tensor | None]
-) -> None:
+def forward_into(q: Tensor, k: Tensor, v: Tensor, mask: WorkList, options: AttentionOptions, running: Outputs) -> None:
     """Merge the attention of these keys into running = (out fp32 [Tq, Hq, Dv], lse fp32 [Tq, Hq], max_logits or None), in place."""
-    if not (q.shape[0] and k.shape[0]):
-        return
-    out, lse, max_logits = running
-    own_out, own_lse = dense(out, compiled_head_dim(q, v)), lse.contiguous()
-    _launch(q, k, v, mask, options, (own_out, own_lse, max_logits), None, accumulates=True)
-    if own_out is not out:
-        out.copy_(own_out[..., : out.shape[2]])
-    if own_lse is not lse:
-        lse.copy_(own_lse)
-
-
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: WorkList,
-    options: AttentionOptions,
-    outputs: tuple[Tensor, Tensor, Tensor | None],
-    sink_lse: Tensor | None,
-    *,
-    accumulates: bool,
-) -> None:
-    out, lse, max_logits = outputs
-    device, width = q.device, out.shape[2]
-    work = device_work(mask, "forward", width, device)
-    shape = shape_record(q.shape, k.shape, width, q.dtype, device, options)
-    q, k, v, counter = query(q, width, options), readable(k, width), readable(v, width), scratch(device)
-    args = ForwardArgs(
-        shape,
-        work.record,
-        token_tensor(q),
-        token_tensor(k),
-        token_tensor(v),
-        out.data_ptr(),
-        DTYPE_CODE[out.dtype],
-        lse.data_ptr(),
-        None if sink_lse is None else sink_lse.data_ptr(),
-        sink_lse.shape[1] if sink_lse is not None and sink_lse.ndim == 2 else 0,
-        None if max_logits is None else max_logits.data_ptr(),
-        accumulates,
-        counter.data_ptr(),
-    )
-    with ffa_device.on_device(device):
-        stream = ffa_device.raw_stream(device)
-        work.array.used_on(stream)
-        ffa_device.range_push(device, "magi_attention forward")
-        run_forward(args, stream)
-        ffa_device.range_pop(device)
+    ForwardCall(q, k, v, mask, options, torch.float32).into(q, k, v, running)

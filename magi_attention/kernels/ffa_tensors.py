@@ -12,7 +12,7 @@ from torch import Tensor
 from magi_attention.kernels.ffa_library import TokenTensor
 
 HEAD_DIMS = (64, 128)
-_ALIGN_BYTES = 16
+ALIGN_BYTES = 16
 _ALIGN_ELEMENTS = 8  # of 16 bits
 
 
@@ -26,18 +26,17 @@ def readable(x: Tensor, width: int) -> Tensor:
     """x [T, H, D] as the kernel can read it, width columns wide: itself, or a contiguous copy with zero columns at the end."""
     missing = width - x.shape[2]
     if missing:
-        return torch.nn.functional.pad(x, (0, missing))
-    if _is_readable(x):
+        return torch.nn.functional.pad(x, (0, missing)).contiguous()
+    if is_readable(x, width) and x.data_ptr() % ALIGN_BYTES == 0:
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _is_readable(x: Tensor) -> bool:
-    if x.data_ptr() % _ALIGN_BYTES:
-        return False
-    num_tokens, num_heads, width = x.shape
+def is_readable(x: Tensor, width: int) -> bool:
+    """Whether TMA can walk x [T, H, width] as it lies, if it starts at a multiple of ALIGN_BYTES."""
+    num_tokens, num_heads, num_columns = x.shape
     token_stride, head_stride, column_stride = x.stride()
-    if column_stride != 1:
+    if num_columns != width or column_stride != 1:
         return False
     # A stride below the width repeats memory (a broadcast, an overlapping view), which TMA does not read.
     if num_heads > 1 and (head_stride < width or head_stride % _ALIGN_ELEMENTS):
@@ -45,15 +44,16 @@ def _is_readable(x: Tensor) -> bool:
     return num_tokens <= 1 or (token_stride >= width and token_stride % _ALIGN_ELEMENTS == 0)
 
 
-def token_tensor(x: Tensor) -> TokenTensor:
-    """Pointer and strides of a readable tensor. The stride of a dimension of one is never used but must be legal."""
+def used_strides(x: Tensor) -> tuple[int, int]:
+    """(token, head) strides of a readable tensor. The stride of a dimension of one is never used but must be legal."""
     num_tokens, num_heads, width = x.shape
     token_stride, head_stride, _ = x.stride()
-    if num_heads == 1:
-        head_stride = width
-    if num_tokens == 1:
-        token_stride = width * num_heads
-    return TokenTensor(x.data_ptr(), token_stride, head_stride)
+    return (width * num_heads if num_tokens == 1 else token_stride), (width if num_heads == 1 else head_stride)
+
+
+def token_tensor(x: Tensor) -> TokenTensor:
+    """A readable tensor for the C ABI."""
+    return TokenTensor(x.data_ptr(), *used_strides(x))
 
 
 def narrowed(x: Tensor, width: int) -> Tensor:

@@ -16,13 +16,14 @@ from torch import Tensor
 from magi_attention.arguments import flag
 from magi_attention.kernels.attention import (
     AttentionOptions,
+    Rows,
     attention_backward_fresh,
     attention_forward_fresh,
     compute_dtype,
     prepare,
 )
 from magi_attention.kernels.select import check_scale, choose, describe
-from magi_attention.kernels.sink import sink_backward
+from magi_attention.kernels.sink import check_sink, sink_backward
 
 _LIBRARY = torch.library.Library("magi_attention", "FRAGMENT")  # type: ignore[no-untyped-call]
 _OPTIONS = "Tensor slices, Tensor? sink, str sink_layout, float softmax_scale, float softcap"
@@ -50,6 +51,7 @@ def _forward(
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logits) of attention over int32 slices [N, 6]; max_logits is empty unless wanted. See single_device_attention."""
+    check_sink(sink, sink_layout, q.shape[0], q.shape[1])
     out, lse, max_logits = attention_forward_fresh(
         q,
         k,
@@ -57,7 +59,6 @@ def _forward(
         _records(slices),
         AttentionOptions(softmax_scale, softcap, backend, deterministic, sm_margin),
         sink=sink,
-        sink_layout=sink_layout,
         out_dtype=q.dtype,
         wants_max_logits=wants_max_logits,
     )
@@ -104,7 +105,8 @@ def _backward(
     delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     options = AttentionOptions(softmax_scale, softcap, backend, deterministic, sm_margin)
-    dk, dv = attention_backward_fresh(dout, q, k, v, lse, delta, _records(slices), options, dq=dq, dkv_dtype=k.dtype, out=out, dlse=dlse)
+    rows = Rows(q, dout, lse, delta, out, dlse)
+    dk, dv = attention_backward_fresh(rows, k, v, _records(slices), options, dq=dq, dkv_dtype=k.dtype)
     dsink = q.new_empty(0) if sink is None else sink_backward(sink, sink_layout, lse, delta)
     return dq.to(q.dtype), dk, dv, dsink
 

@@ -49,12 +49,14 @@ class WorkList:
         slices: int32 [N, 6], checked.
         total_q, total_k: rows of the query and key buffers.
         derived: what kernels made of it, by their own names; lives as long as the work list.
+        calls: what callers worked out for tensors alike, by their own names.
     """
 
     slices: Int32Array
     total_q: int
     total_k: int
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    calls: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def tile_m(self) -> int:

@@ -27,6 +27,7 @@ from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
 from magi_attention.kernels.attention import (
     AttentionOptions,
+    Rows,
     WorkList,
     attention_backward_fresh,
     attention_forward,
@@ -188,7 +189,7 @@ def _gradients(
         dq = dk = dv = dsink = None
         if needs_q or needs_k or needs_v:
             delta = torch.empty_like(lse)  # written in the first step
-            dq, dk, dv = _backward((dout, q, out, lse, dlse, delta), k, v, call, returns_kv=needs_k or needs_v)
+            dq, dk, dv = _backward(Rows(q, dout, lse, delta, out, dlse), k, v, call, returns_kv=needs_k or needs_v)
         else:
             delta = softmax_delta(dout, out, dlse)
         if needs_sink:
@@ -211,7 +212,6 @@ def _forward(
         _work_list(plan.forward[0], plan.num_local_q),
         call.options,
         sink=sink,
-        sink_layout=call.sink_layout,
         out_dtype=q.dtype if is_only_step else compute_dtype(q.dtype),
         wants_max_logits=call.wants_max_logits,
     )
@@ -228,32 +228,31 @@ def _forward(
 
 
 def _backward(
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor],
+    rows: Rows,
     k: torch.Tensor,
     v: torch.Tensor,
     call: AttentionCall,
     *,
     returns_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dout, q, out, lse, dlse, delta = rows
+    q, lse = rows.q, rows.lse
     plan = call.plan
     dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
     sum_dtype = q.dtype if len(plan.backward) == 1 else lse.dtype
     guard = _BadValueGuard()
-    guard.look(0, dout=dout)
+    guard.look(0, dout=rows.dout)
     arrivals = Arrivals(plan.backward, (k, v), call.rule, "backward k, v of")
     step_k, step_v = arrivals.take(0)
     options = call.options
     work_list = _work_list(plan.backward[0], plan.num_local_q)
-    dk, dv = attention_backward_fresh(
-        dout, q, step_k, step_v, lse, delta, work_list, options, dq=dq, dkv_dtype=sum_dtype, out=out, dlse=dlse
-    )
+    dk, dv = attention_backward_fresh(rows, step_k, step_v, work_list, options, dq=dq, dkv_dtype=sum_dtype)
+    rows = dataclasses.replace(rows, out=None, dlse=None)  # delta is known from here on
     guard.look(0, dq=dq, dk=dk, dv=dv)
     returns = GradReturns((dk, dv), call.rule)
     for index, step in enumerate(plan.backward[1:], 1):
         step_k, step_v = arrivals.take(index)
         work_list = _work_list(step, plan.num_local_q)
-        step_dk, step_dv = attention_backward_fresh(dout, q, step_k, step_v, lse, delta, work_list, options, dq=dq)
+        step_dk, step_dv = attention_backward_fresh(rows, step_k, step_v, work_list, options, dq=dq)
         guard.look(index, dq=dq, dk=step_dk, dv=step_dv)
         if returns_kv:
             returns.start(index, step, (step_dk, step_dv))

@@ -7,14 +7,15 @@ some 20 us of the host besides the launch, so everything that can be known from 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 
 from magi_attention.arguments import flag
-from magi_attention.kernels import ffa_backward, ffa_forward
+from magi_attention.kernels import ffa_backward
 from magi_attention.kernels.attention import AttentionOptions, WorkList, softmax_delta
+from magi_attention.kernels.ffa_forward import ForwardCall
 from magi_attention.kernels.select import check_scale, choose, describe, reasons_against_ffa
 from magi_attention.kernels.sink import joined_sink, sink_backward
 from magi_attention.runtime.checks import check_can_be_saved
@@ -35,20 +36,48 @@ class Request(NamedTuple):
     sm_margin: int = 0
 
 
-class _Call(NamedTuple):
-    """A request that was checked against tensors of one form."""
+class _Call:
+    """A request that was checked against tensors of one form and a mask."""
 
-    options: AttentionOptions
-    sink_layout: str
-    wants_max_logits: bool
-    can_differentiate: bool
+    __slots__ = ("can_differentiate", "device_type", "forward", "mask", "options", "sink_layout", "wants_max_logits")
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: WorkList, request: Request, *, can_differentiate: bool
+    ) -> None:
+        scale = check_scale(request.softmax_scale, q.shape[2])
+        self.options = AttentionOptions(scale, float(request.softcap), request.backend, request.deterministic, request.sm_margin)
+        self.forward = ForwardCall(q, k, v, mask, self.options, q.dtype)
+        self.mask = mask
+        self.sink_layout = request.sink_layout
+        self.wants_max_logits = flag("return_max_logits", request.return_max_logits)
+        self.can_differentiate = can_differentiate
+        self.device_type = q.device.type
 
 
 _LOOKED_UP = {(scale, float, str, bool, str, bool, int) for scale in (float, type(None))}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_MAX_CALLS = 4096
-_calls: dict[Hashable, _Call | None] = {}
-_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", None)
+_MAX_CALLS = 256  # of one mask: a scale that changes at every step is a call of its own each time
+_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def attend_again(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, mask: WorkList, request: Request
+) -> Results | None:
+    """What `attend_directly` returns, when it was called with tensors of this form before; None when nothing is known of them.
+
+    Checks nothing that the form does not decide. Under autocast nothing is known: tensors are cast first.
+    """
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or _transforms_are_active():
+        return None
+    try:
+        key = _form(q, k, v, sink, request)
+        call: _Call | None = mask.calls.get(key)
+    except (RuntimeError, TypeError):  # no strides (sparse, nested), or a request that cannot be a key: the checks name it
+        return None
+    if call is None or torch.is_autocast_enabled(call.device_type):
+        return None
+    return _run(q, k, v, sink, call)
 
 
 def attend_directly(
@@ -59,65 +88,49 @@ def attend_directly(
     The caller has cast for autocast, and has compared the rows of q and k with the mask.
 
     Raises:
-        InputError, UnsupportedError: as kernels/select.py says, at the first call with tensors of this form.
+        InputError, UnsupportedError: as kernels/select.py says.
     """
-    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and q.layout is k.layout is v.layout is torch.strided):
+    found = attend_again(q, k, v, sink, mask, request)
+    if found is not None:
+        return found
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or _transforms_are_active():
         return None
-    if tuple(map(type, request)) in _LOOKED_UP:
-        form = None if sink is None else (sink.shape, sink.dtype, sink.device, type(sink), sink.layout)
-        key = (request, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, form)
-        call = _calls.get(key, _UNKNOWN)
-        if call is _UNKNOWN:
-            call = _remember(key, q, k, v, sink, request)
-    else:  # True, 1 and 1.0 are one key, and not one request
-        call = _checked(q, k, v, sink, request)
-    if call is None:
-        return None
-    needs_grad = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
-    )
-    if not needs_grad:
-        return _forward(q, k, v, sink, mask, call)
-    if _transforms_are_active is None or _transforms_are_active() or not call.can_differentiate:
-        return None
-    check_can_be_saved((q, k, v, sink))
-    results: Results = _DirectAttention.apply(q, k, v, sink, mask, call)  # type: ignore[no-untyped-call]
-    return results
-
-
-_UNKNOWN = _Call(AttentionOptions(0.0), "", False, False)
-
-
-def _remember(
-    key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, request: Request
-) -> _Call | None:
-    call = _checked(q, k, v, sink, request)
-    if len(_calls) >= _MAX_CALLS:
-        _calls.clear()
-    _calls[key] = call
-    return call
-
-
-def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, request: Request) -> _Call | None:
     desc = describe(q, k, v, sink=sink, sink_layout=request.sink_layout, softcap=request.softcap)
     if choose(desc, request.backend) != "ffa":
         return None
-    options = AttentionOptions(
-        check_scale(request.softmax_scale, q.shape[2]), float(request.softcap), request.backend, request.deterministic, request.sm_margin
-    )
-    wants_max_logits = flag("return_max_logits", request.return_max_logits)
-    return _Call(options, request.sink_layout, wants_max_logits, not reasons_against_ffa(desc, "backward"))
+    call = _Call(q, k, v, mask, request, can_differentiate=not reasons_against_ffa(desc, "backward"))
+    if tuple(map(type, request)) in _LOOKED_UP:  # True, 1 and 1.0 are one key, and not one request
+        if len(mask.calls) >= _MAX_CALLS:
+            mask.calls.clear()
+        mask.calls[_form(q, k, v, sink, request)] = call
+    return _run(q, k, v, sink, call)
+
+
+def _form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, request: Request) -> Hashable:
+    """What decides whether a call is legal and how it runs, except for addresses. The mask fixes the rows of q and k."""
+    form_of_sink = None if sink is None else (sink.shape, sink.dtype, sink.device, sink.layout, type(sink))
+    tensors = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype)
+    return request, tensors, q.device, k.device, v.device, form_of_sink
+
+
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: _Call) -> Results | None:
+    if not _is_grad_enabled() or not (q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)):
+        return _forward(q, k, v, sink, call)
+    if not call.can_differentiate:
+        return None  # the general way says why
+    if q.is_inference() or k.is_inference() or v.is_inference() or (sink is not None and sink.is_inference()):
+        check_can_be_saved((q, k, v, sink))
+    results: Results = _apply(q, k, v, sink, call)
+    return results
 
 
 class _DirectAttention(torch.autograd.Function):
     """With ctx in the forward: a node with setup_context binds its arguments by inspect, which alone takes 30 us."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, mask: WorkList, call: _Call
-    ) -> Results:
-        out, lse, max_logits = _forward(q, k, v, sink, mask, call)
-        ctx.mask, ctx.call = mask, call
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: _Call) -> Results:
+        out, lse, max_logits = _forward(q, k, v, sink, call)
+        ctx.call = call
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.set_materialize_grads(False)
         if max_logits is not None:
@@ -126,17 +139,20 @@ class _DirectAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: object) -> Any:
-        gradients = functools.partial(_gradients, ctx.mask, ctx.call, tuple(ctx.needs_input_grad[:4]))
-        return *first_order("attention", gradients, dout, dlse, *ctx.saved_tensors), None, None
+        gradients = functools.partial(_gradients, ctx.call, tuple(ctx.needs_input_grad[:4]))
+        return *first_order("attention", gradients, dout, dlse, *ctx.saved_tensors), None
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, mask: WorkList, call: _Call) -> Results:
-    sinks = None if sink is None else joined_sink(sink, torch.float32)
-    return ffa_forward.forward_fresh(q, k, v, mask, call.options, sink_lse=sinks, out_dtype=q.dtype, wants_max_logits=call.wants_max_logits)
+# Function.apply looks for functorch transforms, of which there are none here, in every argument; what it calls then is this.
+_apply: Callable[..., Any] = super(torch.autograd.Function, _DirectAttention).apply
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: _Call) -> Results:
+    return call.forward.fresh(q, k, v, None if sink is None else joined_sink(sink, torch.float32), call.wants_max_logits)
 
 
 def _gradients(
-    mask: WorkList, call: _Call, needs: tuple[bool, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None, *saved: torch.Tensor
+    call: _Call, needs: tuple[bool, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None, *saved: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     """(dq, dk, dv, dsink), None where not needed; saved is what the forward kept."""
     q, k, v, sink, out, lse = saved
@@ -148,7 +164,7 @@ def _gradients(
         if needs_q or needs_k or needs_v:
             wide_dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
             rows = ffa_backward.Rows(q, dout, lse, delta, out, dlse)
-            dk, dv = ffa_backward.backward_fresh(rows, k, v, mask, call.options, dq=wide_dq, dkv_dtype=k.dtype)
+            dk, dv = ffa_backward.backward_fresh(rows, k, v, call.mask, call.options, dq=wide_dq, dkv_dtype=k.dtype)
             dq = wide_dq.to(q.dtype) if needs_q else None
         else:
             delta = softmax_delta(dout, out, dlse)

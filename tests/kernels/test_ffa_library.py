@@ -42,6 +42,19 @@ def test_sizes_and_offsets_are_those_of_the_compiler(tmp_path: Path) -> None:
     assert {name: int(value) for name, value in map(str.split, printed.splitlines())} == expected
 
 
+def test_a_packed_forward_is_the_struct() -> None:
+    shape = ffa_library.AttentionShape(*range(1, 7), 0.5, 0.25, 9)
+    work = ffa_library.Work(11, 12, 13, 14, 15, 16)
+    values = list(range(100, 100 + sum(code not in "x@" for code in ffa_library.FORWARD_TAIL.format)))
+    packed = ffa_library.forward_head(shape, work) + ffa_library.FORWARD_TAIL.pack(*values)
+    assert len(packed) == ctypes.sizeof(ffa_library.ForwardArgs)
+    args = ffa_library.ForwardArgs.from_buffer_copy(packed)
+    assert bytes(args.shape) == bytes(shape) and bytes(args.work) == bytes(work)
+    tensors = [number for x in (args.q, args.k, args.v) for number in (x.data, x.token_stride, x.head_stride)]
+    names = [field for field, *_ in ffa_library.ForwardArgs._fields_]
+    assert tensors + [getattr(args, name) for name in names[names.index("v") + 1 :]] == values
+
+
 def test_no_field_of_the_header_is_missing() -> None:
     text = re.sub(r"//[^\n]*", "", (HEADERS / "launch.h").read_text() + (HEADERS / "work.h").read_text())
     for struct in STRUCTS:
@@ -62,9 +75,10 @@ def test_every_function_of_the_header_is_bound() -> None:
 def test_a_refused_launch_tells_the_reason_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     install_twin(monkeypatch)
     try:
-        for run, args in ((ffa_library.run_forward, ffa_library.ForwardArgs()), (ffa_library.run_backward, ffa_library.BackwardArgs())):
-            with pytest.raises(RuntimeError, match=r"head_dim is not 64 or 128; backend='blocked'"):
-                run(args, 0)  # type: ignore[operator]
+        with pytest.raises(RuntimeError, match=r"forward: head_dim is not 64 or 128; backend='blocked'"):
+            ffa_library.run_forward(bytes(ffa_library.ForwardArgs()), 0)
+        with pytest.raises(RuntimeError, match=r"backward: head_dim is not 64 or 128; backend='blocked'"):
+            ffa_library.run_backward(ffa_library.BackwardArgs(), 0)
         assert ffa_library.tile_of("forward", 64) == (48, 16) and ffa_library.tile_of("dq", 64) == (40, 8)
         with pytest.raises(RuntimeError, match="forward tile: no such head_dim"):
             ffa_library.tile_of("forward", 80)

@@ -17,6 +17,7 @@ from magi_attention.api import AttnMask, InputError, UnsupportedError, flex_flas
 from magi_attention.kernels import ffa_work
 from magi_attention.kernels.attention import (
     AttentionOptions,
+    Rows,
     attention_backward,
     attention_backward_fresh,
     attention_forward,
@@ -164,7 +165,7 @@ def test_two_steps_are_one(dims: tuple[int, int], softmax_scale: float) -> None:
 
     delta = softmax_delta(case.dout, out)
     dq = torch.zeros_like(q, dtype=torch.float32)
-    dk, dv = attention_backward_fresh(case.dout, q, k, v, lse, delta, MASK.slices, options, dq=dq)
+    dk, dv = attention_backward_fresh(Rows(q, case.dout, lse, delta), k, v, MASK.slices, options, dq=dq)
     parts = [torch.full_like(x, 2.0, dtype=torch.float32) for x in (q, k, v)]
     for keys, slices in ((slice(0, 40), near), (slice(40, 100), far)):
         grads = dict(zip(("dq", "dk", "dv"), (parts[0], parts[1][keys], parts[2][keys]), strict=True))

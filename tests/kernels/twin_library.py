@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from magi_attention import _ffa_library
+from magi_attention.api import clear_cache
 from magi_attention.kernels import attention, ffa_library, ops
 from magi_attention.runtime import attention as runtime_attention
 from magi_attention.runtime import direct
@@ -53,9 +54,8 @@ def install_twin(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr("magi_attention.kernels.ffa_backward.run_backward", counted("backward", ffa_library.run_backward))
     for module in (attention, ops, runtime_attention, direct):
         monkeypatch.setattr(module, "choose", lambda desc, *_: "ffa")
-    monkeypatch.setattr(direct, "_calls", {})
     monkeypatch.setattr(direct, "reasons_against_ffa", lambda *_: [])
-    attention.clear_prepared()
+    clear_cache()
     return launches
 
 
@@ -63,4 +63,4 @@ def remove_twin() -> None:
     """Forget symbols and lists of the twin."""
     for cached in (ffa_library._symbols, ffa_library.tile_of):
         cached.cache_clear()
-    attention.clear_prepared()
+    clear_cache()

@@ -35,8 +35,8 @@ MAGI_EXPORT int magi_ffa_poison(const magi::PoisonArgs* args, void* stream) {
     for (int32_t buffer = 0; buffer < args->num_buffers; ++buffer)
         if (args->num_bytes[buffer] < 0 || reinterpret_cast<uintptr_t>(args->data[buffer]) % 16 != 0)
             return magi::fail("data[" + std::to_string(buffer) + "] must be aligned to 16 bytes and num_bytes at least 0");
-    magi::poison<<<264, 256, 0, static_cast<cudaStream_t>(stream)>>>(
-        *args);  // two CTAs per multiprocessor; nearly always they return at once
+    constexpr int kBlocks = 264;  // two CTAs per multiprocessor; nearly always they return at once
+    magi::poison<<<kBlocks, 256, 0, static_cast<cudaStream_t>(stream)>>>(*args);
     const cudaError_t launched = cudaGetLastError();
     return launched == cudaSuccess ? 0 : magi::fail("poison", launched);
 }

@@ -16,12 +16,13 @@ import torch
 
 from magi_attention.errors import InputError, UnsupportedError
 from magi_attention.kernels.ops import single_device_attention
-from magi_attention.kernels.select import AttentionDesc, choose
+from magi_attention.kernels.select import AttentionDesc, Build, choose
 from magi_attention.mask import AttnMask, builders
 from magi_attention.mask.dense import dense_mask
 from magi_attention.testing.numerics import AttentionCase
 
 PAGE = Path(__file__).parent / "support.md"
+VARIANTS = PAGE.parents[1] / "csrc" / "attention" / "variants.txt"
 TOTAL = 48
 HEAD_DIMS = (32, 60, 64, 80, 96, 128, 192, 256, 512)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -32,6 +33,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gradient of lse": {"with_dlse": True},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def full_build() -> Build:
+    """Every kernel of the list, whatever is compiled here: each line is the product of its columns."""
+    lines = [line.split("#")[0].split() for line in VARIANTS.read_text().splitlines()]
+    names = [":".join(cells) for line in lines if line for cells in itertools.product(*(cell.split(",") for cell in line))]
+    return Build(tuple(names), ("sm_90a",))
+
+
+FULL_BUILD = full_build()
 
 
 def masks() -> dict[str, AttnMask]:
@@ -104,9 +115,12 @@ def render() -> str:
     ]
     paths = []
     for (device, dtype_name), backend in itertools.product(itertools.product(("cpu", "cuda"), DTYPES), ("auto", "blocked", "ffa")):
-        desc = AttentionDesc(device, DTYPES[dtype_name], 4, 2, 64, 64)
-        chosen = refusal(lambda desc=desc, backend=backend: choose(desc, backend))  # type: ignore[misc]
-        paths.append([device, dtype_name, f"`{backend}`", choose(desc, backend) if chosen == "yes" else chosen])
+        cells = []
+        for head_dim in (64, 256):
+            desc = AttentionDesc(device, DTYPES[dtype_name], 4, 2, head_dim, head_dim, capability=(9, 0) if device == "cuda" else None)
+            chosen = refusal(lambda desc=desc, backend=backend: choose(desc, backend, build=FULL_BUILD))  # type: ignore[misc]
+            cells.append(choose(desc, backend, build=FULL_BUILD) if chosen == "yes" else chosen)
+        paths.append([device, dtype_name, f"`{backend}`", *cells])
     return f"""# What is supported
 
 This page is written by `make support`, which runs every cell below (forward and backward, judged as in [numerics](numerics.md));
@@ -127,9 +141,11 @@ and on any number of ranks.
 
 ## Which path takes what
 
-`auto` on a GPU takes the blocked path with a warning until compiled kernels are part of the build.
+A GPU of compute capability 9.0 and a build with every variant of `csrc/attention/variants.txt`. Up to 128, a head_dim that is not
+compiled runs on the next wider kernel with zero columns: exact, at the cost of the wider kernel and of copies in and out. On other GPUs,
+and in builds without compiled kernels, bf16 and fp16 need `backend="blocked"`; the error lists what is compiled.
 
-{table(["device", "dtype", "`kernel_backend`", "taken by"], paths)}
+{table(["device", "dtype", "`kernel_backend`", "head_dim up to 128", "above"], paths)}
 """
 
 

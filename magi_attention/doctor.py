@@ -106,7 +106,7 @@ def _compiled_findings(facts: MachineFacts) -> list[Finding]:
             "kernel_architecture",
             Severity.NOTE,
             f"a GPU of compute capability {major}.{minor} is here, and the CUDA kernels are compiled for {', '.join(compiled.archs)} only",
-            "attention on it runs the torch path, exact but slow",
+            "attention on it needs backend='blocked' (kernel_backend= of a config), exact but slow",
         )
         for major, minor in _unserved(facts)
     ]
@@ -172,8 +172,8 @@ def _gpu_findings(facts: MachineFacts, torch: TorchFacts) -> list[Finding]:
     for major, minor in foreign:
         text = f"a GPU of compute capability {major}.{minor} is here, and torch {torch.version} has code for {', '.join(torch.archs)} only"
         found.append(Finding("architecture", Severity.DEGRADED, text, "install a torch build that lists this GPU's architecture"))
-    if any(kernel.device_type == "cuda" and kernel.chosen == "blocked" for kernel in facts.kernels) and not _unserved(facts):
-        text = "no compiled CUDA attention kernel is used; CUDA tensors run the blocked path in torch, exact but slow"
+    if any(kernel.device_type == "cuda" and kernel.chosen != "ffa" for kernel in facts.kernels) and not _unserved(facts):
+        text = "no compiled CUDA attention kernel runs here; bf16 and fp16 CUDA tensors need backend='blocked', exact but slow"
         found.append(
             Finding(
                 "no_cuda_kernel",

@@ -119,14 +119,8 @@ def read_torch() -> TorchFacts:
 
 def read_kernels(has_gpu: bool) -> tuple[KernelFacts, ...]:
     """Asks the selection itself. Imported here by name because a broken torch must not keep the doctor from reporting."""
-    torch: Any = importlib.import_module("torch")
     select: Any = importlib.import_module("magi_attention.kernels.select")
-    found = []
-    for device_type in ("cpu", "cuda") if has_gpu else ("cpu",):
-        desc = select.AttentionDesc(device_type, torch.bfloat16, num_heads_q=8, num_heads_kv=2, head_dim=128, head_dim_v=128)
-        reasons = tuple(select.reasons_against_ffa(desc))
-        found.append(KernelFacts(device_type, select.choose(desc), reasons))
-    return tuple(found)
+    return tuple(KernelFacts(device_type, *select.resolve(device_type)) for device_type in (("cpu", "cuda") if has_gpu else ("cpu",)))
 
 
 def read_solver() -> str:

@@ -118,19 +118,35 @@ def check_heads(num_heads_q: int, num_heads_kv: int) -> None:
         )
 
 
-def reasons_against_ffa(desc: AttentionDesc, direction: str = "forward") -> list[str]:
+@dataclass(frozen=True)
+class Build:
+    """The compiled kernels to choose from: names like "forward:bf16:128:0", architectures like "sm_90a", and why there are none."""
+
+    variants: tuple[str, ...]
+    archs: tuple[str, ...]
+    error: str = "no CUDA kernel is compiled into this build"
+
+
+def this_build() -> Build:
+    """What is installed."""
+    return Build(_ffa_library.compiled_variants(), _ffa_library.compiled_archs(), _ffa_library.load_error())
+
+
+def reasons_against_ffa(desc: AttentionDesc, direction: str = "forward", build: Build | None = None) -> list[str]:
     """Why the compiled CUDA kernels cannot take this problem; empty when they can.
 
     Args:
         direction: "forward" or "backward".
+        build: None is the installed one.
     """
-    reasons = _reasons_of_the_device(desc)
+    build = build or this_build()
+    reasons = _reasons_of_the_device(desc, build)
     if desc.dtype not in _FFA_DTYPES:
         reasons.append(f"q has dtype {desc.dtype}, the kernels take torch.bfloat16 and torch.float16")
     width = padded_head_dim(desc.head_dim, desc.head_dim_v)
     if width is None:
         reasons.append(f"head_dim={desc.head_dim}, head_dim_v={desc.head_dim_v}: the kernels take up to 128")
-    compiled = _ffa_library.compiled_variants()
+    compiled = build.variants
     if compiled and width is not None and desc.dtype in _FFA_DTYPES:
         variant = f"{direction}:{_FFA_DTYPES[desc.dtype]}:{width}:{int(desc.softcap > 0)}"
         if variant not in compiled:
@@ -138,12 +154,12 @@ def reasons_against_ffa(desc: AttentionDesc, direction: str = "forward") -> list
     return reasons
 
 
-def _reasons_of_the_device(desc: AttentionDesc) -> list[str]:
+def _reasons_of_the_device(desc: AttentionDesc, build: Build) -> list[str]:
     """Why no compiled kernel runs where the tensors are, whatever they hold."""
     reasons = []
-    archs = _ffa_library.compiled_archs()
-    if not _ffa_library.compiled_variants():
-        reasons.append(f"{_ffa_library.load_error() or 'the library of CUDA kernels has none'} (compiled: none)")
+    archs = build.archs
+    if not build.variants:
+        reasons.append(f"{build.error or 'the library of CUDA kernels has none'} (compiled: none)")
     if desc.device_type != "cuda":
         reasons.append(f"q is on {desc.device_type}, the kernels run on cuda")
     elif archs and (desc.capability is None or not any(_ffa_library.runs_on(arch, desc.capability) for arch in archs)):
@@ -152,7 +168,7 @@ def _reasons_of_the_device(desc: AttentionDesc) -> list[str]:
     return reasons
 
 
-def reasons_against_blocked(desc: AttentionDesc, *, is_asked_for: bool) -> list[str]:
+def reasons_against_blocked(desc: AttentionDesc, *, is_asked_for: bool, build: Build | None = None) -> list[str]:
     """Why the blocked torch path cannot take this problem; empty when it can.
 
     On a GPU "auto" takes it for fp64, and for heads too wide for the kernels that run there: nobody waits for it unknowingly else.
@@ -161,14 +177,15 @@ def reasons_against_blocked(desc: AttentionDesc, *, is_asked_for: bool) -> list[
         return []
     if desc.dtype == torch.float32:
         return [f"q has dtype torch.float32 on {desc.device_type}: cast q, k and v to torch.bfloat16, or ask for backend='blocked' (slow)"]
-    if desc.dtype in _FFA_DTYPES and (_reasons_of_the_device(desc) or padded_head_dim(desc.head_dim, desc.head_dim_v) is not None):
+    is_for_kernels = padded_head_dim(desc.head_dim, desc.head_dim_v) is not None or _reasons_of_the_device(desc, build or this_build())
+    if desc.dtype in _FFA_DTYPES and is_for_kernels:
         return [
             f"{desc.dtype} on {desc.device_type} is for compiled kernels; ask for backend='blocked' (kernel_backend= of a config; slow)"
         ]
     return []
 
 
-def choose(desc: AttentionDesc, backend: str = "auto", direction: str = "forward") -> str:
+def choose(desc: AttentionDesc, backend: str = "auto", direction: str = "forward", build: Build | None = None) -> str:
     """The backend that runs a problem: "ffa" (compiled CUDA) or "blocked" (torch matmuls over blocks, any device, O(T) memory).
 
     "auto" takes ffa where it can and blocked for CPU tensors; what else it takes on a GPU is logged once.
@@ -180,17 +197,27 @@ def choose(desc: AttentionDesc, backend: str = "auto", direction: str = "forward
     one_of("backend", backend, KERNEL_BACKENDS)
     against: dict[str, list[str]] = {}
     if backend in ("auto", "ffa"):
-        against["ffa"] = reasons_against_ffa(desc, direction)
+        against["ffa"] = reasons_against_ffa(desc, direction, build)
         if not against["ffa"]:
             return "ffa"
     if backend in ("auto", "blocked"):
-        against["blocked"] = reasons_against_blocked(desc, is_asked_for=backend == "blocked")
+        against["blocked"] = reasons_against_blocked(desc, is_asked_for=backend == "blocked", build=build)
         if not against["blocked"]:
             if desc.device_type != "cpu" and backend == "auto":
                 _warn_once(desc.device_type, "; ".join(against["ffa"]))
             return "blocked"
     told = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in against.items())
     raise UnsupportedError(f"backend={backend!r}: no kernel takes {desc}. {told}")
+
+
+def resolve(device_type: str) -> tuple[str, tuple[str, ...]]:
+    """The backend "auto" takes for bf16 and head_dim 128 on the first device of a type, or "none"; and the reasons against ffa."""
+    desc = AttentionDesc(device_type, torch.bfloat16, 8, 8, 128, 128, capability=capability(torch.device(device_type)))
+    try:
+        chosen = choose(desc)
+    except UnsupportedError:
+        chosen = "none"
+    return chosen, tuple(reasons_against_ffa(desc))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import torch
 
 from magi_attention.api import AttnMask, DistAttnConfig, GrpCollConfig, InputError, UnsupportedError, flex_flash_attn_func
 from magi_attention.comm import SINGLE
-from magi_attention.kernels.select import COMPILED_KERNELS
+from magi_attention.kernels.select import resolve
 from magi_attention.mask import builders
 from magi_attention.runtime.steps import select_exchange_rule
 from magi_attention.testing.workers import RankPool
@@ -87,8 +87,9 @@ def median_seconds(call: Callable[[], Any]) -> float:
 def test_a10_fast_without_flags(record_property: Callable[[str, object], None]) -> None:
     if not torch.cuda.is_available():
         pytest.skip("A10 needs a CUDA device")
-    if not COMPILED_KERNELS:
-        pytest.skip("A10 needs compiled attention kernels; this build has none")
+    chosen, reasons = resolve("cuda")
+    if chosen != "ffa":
+        pytest.skip(f"A10 needs compiled attention kernels: {'; '.join(reasons)}")
     heads = (HEADS_Q, HEADS_KV, HEADS_KV)
     leaves = [torch.randn(TOTAL, num, HEAD_DIM, device="cuda", dtype=torch.bfloat16).requires_grad_() for num in heads]
     dout = torch.randn_like(leaves[0])

@@ -54,16 +54,18 @@ template <class Args, int kCount>
 int launch(const Variant<Args> (&variants)[kCount], const Args* args, void* stream, const char* direction) {
     const AttentionShape& shape = args->shape;
     if (shape.num_heads_kv < 1 || shape.num_heads_q < 1 || shape.num_heads_q % shape.num_heads_kv)
-        return fail("num_heads_q=" + std::to_string(shape.num_heads_q) + " must be a positive multiple of num_heads_kv=" +
-                    std::to_string(shape.num_heads_kv));
-    if (shape.total_q < 0 || shape.total_k < 0 || shape.num_sms < 1) return fail("total_q and total_k must be at least 0, num_sms at least 1");
+        return fail("num_heads_q=" + std::to_string(shape.num_heads_q) +
+                    " must be a positive multiple of num_heads_kv=" + std::to_string(shape.num_heads_kv));
+    if (shape.total_q < 0 || shape.total_k < 0 || shape.num_sms < 1)
+        return fail("total_q and total_k must be at least 0, num_sms at least 1");
     if (!(shape.softmax_scale >= 0) || !(shape.softcap >= 0)) return fail("softmax_scale and softcap must be at least 0");
     for (const Variant<Args>& variant : variants)
         if (variant.launch != nullptr && variant.dtype == shape.dtype && variant.head_dim == shape.head_dim &&
             variant.softcap == (shape.softcap > 0 ? 1 : 0))
             return variant.launch(*args, static_cast<cudaStream_t>(stream));
-    return fail(std::string("no ") + direction + " kernel for dtype " + std::to_string(static_cast<int>(shape.dtype)) + " (0 bf16, 1 fp16), head_dim " +
-                std::to_string(shape.head_dim) + (shape.softcap > 0 ? ", softcap" : "") + "; compiled: " + kCompiled);
+    return fail(std::string("no ") + direction + " kernel for dtype " + std::to_string(static_cast<int>(shape.dtype)) +
+                " (0 bf16, 1 fp16), head_dim " + std::to_string(shape.head_dim) + (shape.softcap > 0 ? ", softcap" : "") +
+                "; compiled: " + kCompiled);
 }
 
 int tile(int32_t rows, int32_t cols, int32_t head_dim, int32_t pair[2]) {
@@ -76,7 +78,9 @@ int tile(int32_t rows, int32_t cols, int32_t head_dim, int32_t pair[2]) {
 }  // namespace
 }  // namespace magi
 
-MAGI_EXPORT int magi_ffa_forward(const magi::ForwardArgs* args, void* stream) { return magi::launch(magi::kForward, args, stream, "forward"); }
+MAGI_EXPORT int magi_ffa_forward(const magi::ForwardArgs* args, void* stream) {
+    return magi::launch(magi::kForward, args, stream, "forward");
+}
 
 MAGI_EXPORT int magi_ffa_backward(const magi::BackwardArgs* args, void* stream) {
     return magi::launch(magi::kBackward, args, stream, "backward");

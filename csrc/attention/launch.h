@@ -21,8 +21,8 @@ struct TokenTensor {
 struct AttentionShape {
     int32_t total_q, total_k;
     int32_t num_heads_q, num_heads_kv;
-    int32_t head_dim;  // 64 or 128, also of v
-    Dtype dtype;       // of q, k, v, dout
+    int32_t head_dim;     // 64 or 128, also of v
+    Dtype dtype;          // of q, k, v, dout
     float softmax_scale;  // >= 0
     float softcap;        // 0: off
     int32_t num_sms;      // CTAs of the persistent grid
@@ -30,31 +30,35 @@ struct AttentionShape {
 
 struct ForwardArgs {
     AttentionShape shape;
-    Work work;            // rows are queries, tile_rows/block_cols as in magi_ffa_forward_tile
+    Work work;  // rows are queries, tile_rows/block_cols as in magi_ffa_forward_tile
     TokenTensor q, k, v;
-    void* out;            // contiguous [total_q, num_heads_q, head_dim]
-    Dtype out_dtype;      // dtype of the inputs, or fp32
-    float* lse;           // contiguous [total_q, num_heads_q], natural log
+    void* out;                  // contiguous [total_q, num_heads_q, head_dim]
+    Dtype out_dtype;            // dtype of the inputs, or fp32
+    float* lse;                 // contiguous [total_q, num_heads_q], natural log
     const float* sink_lse;      // null, or logsumexp of the sinks: [num_heads_q], or [total_q, num_heads_q]
     int64_t sink_token_stride;  // 0, or num_heads_q
-    float* max_logits;    // null, or [num_heads_q], raised to the largest visible score; the caller fills -inf
-    int32_t accumulate;   // 1: out (fp32) and lse hold the attention of other keys; merge into them. sink_lse is then null
-    int32_t* counter;     // one int32 of scratch, need not be initialised
+    float* max_logits;          // null, or [num_heads_q], raised to the largest visible score; the caller fills -inf
+    int32_t accumulate;         // 1: out (fp32) and lse hold the attention of other keys; merge into them. sink_lse is then null
+    int32_t* counter;           // one int32 of scratch, need not be initialised
 };
 
 struct BackwardArgs {
     AttentionShape shape;
-    Work work;        // rows are keys, slices transposed, tile_rows/block_cols as in magi_ffa_backward_tile
-    Work work_dq;     // deterministic: rows are queries; num_tiles 0 otherwise
+    Work work;     // rows are keys, slices transposed, tile_rows/block_cols as in magi_ffa_backward_tile
+    Work work_dq;  // deterministic: rows are queries, tiles as in magi_ffa_dq_tile; num_tiles 0 otherwise
     TokenTensor q, k, v, dout;
-    const float* lse;    // contiguous [total_q, num_heads_q], of the whole attention
-    const float* delta;  // contiguous [total_q, num_heads_q], rowsum(dout * out) - dlse
-    float* dq;           // contiguous fp32 [total_q, num_heads_q, head_dim], added to
-    void* dk;            // contiguous [total_k, num_heads_kv, head_dim]
+    const float* lse;   // contiguous [total_q, num_heads_q], of the whole attention
+    float* delta;       // contiguous [total_q, num_heads_q], rowsum(dout * out) - dlse: read when out is null, else written
+    const void* out;    // null, or contiguous [total_q, num_heads_q, head_dim]; a 0 in it adds 0 to delta even where dout is NaN
+    Dtype out_dtype;    // dtype of the inputs, or fp32
+    const float* dlse;  // null, or contiguous [total_q, num_heads_q]; read with out
+    float* stats;       // scratch of magi_ffa_stats_floats(total_q, num_heads_q) floats, 16-byte aligned
+    float* dq;          // contiguous fp32 [total_q, num_heads_q, head_dim], added to
+    void* dk;           // contiguous [total_k, num_heads_kv, head_dim]
     void* dv;
-    Dtype dkv_dtype;     // dtype of the inputs, or fp32
+    Dtype dkv_dtype;         // dtype of the inputs, or fp32
     int32_t accumulate_dkv;  // 1: dk, dv (fp32) are added to; 0: every row is written
-    int32_t* counter;    // one int32 of scratch, need not be initialised
+    int32_t* counter;        // one int32 of scratch, need not be initialised
 };
 
 }  // namespace magi
@@ -68,3 +72,5 @@ MAGI_EXPORT const char* magi_ffa_variants();
 // Rows of a tile and columns of a block that the work list must be made for: pair[0] = tile_rows, pair[1] = block_cols.
 MAGI_EXPORT int magi_ffa_forward_tile(int32_t head_dim, int32_t pair[2]);
 MAGI_EXPORT int magi_ffa_backward_tile(int32_t head_dim, int32_t pair[2]);
+MAGI_EXPORT int magi_ffa_dq_tile(int32_t head_dim, int32_t pair[2]);
+MAGI_EXPORT int64_t magi_ffa_stats_floats(int32_t total_q, int32_t num_heads_q);

@@ -40,9 +40,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 
 // Waits until `threads` threads have come to barrier `id`, through sync or arrive.
 __device__ __forceinline__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
+__device__ __forceinline__ void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Ordinary stores to shared memory before it become visible to wgmma and the copy engine after it (each writing thread, then a barrier).
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -11,11 +11,12 @@ namespace magi {
 // What the load warp tells the others of one block; travels through shared memory beside the block itself.
 struct alignas(16) Block {
     int32_t col_begin;
-    int32_t flags;                   // number of columns that exist (some row sees them), and kLast
+    int32_t flags;                   // number of columns that exist (some row sees them) | kLast | head << 16
     int32_t piece_begin, piece_end;  // equal: every row sees every column
 
-    static constexpr int32_t kLast = 1 << 16;
-    __device__ __forceinline__ int num_cols() const { return flags & 0xFFFF; }
+    static constexpr int32_t kLast = 1 << 8;
+    __device__ __forceinline__ int num_cols() const { return flags & 0xFF; }
+    __device__ __forceinline__ int head() const { return flags >> 16; }
     __device__ __forceinline__ bool is_last() const { return (flags & kLast) != 0; }
     __device__ __forceinline__ bool is_edge() const { return piece_begin != piece_end; }
 };
@@ -89,6 +90,12 @@ __device__ __forceinline__ void hide_columns(float (&scores)[N], const ColumnBit
             }
         }
     }
+}
+
+// Whether a lane sees score 4 j + 2 r + p of such an accumulator.
+template <int kWords>
+__device__ __forceinline__ bool sees(const ColumnBits<2, kWords>& bits, int j, int r, int p, int lane) {
+    return (bits.word[r][j / 4] >> (8 * (j % 4) + 2 * (lane % 4) + p)) & 1;
 }
 
 }  // namespace magi

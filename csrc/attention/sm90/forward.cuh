@@ -2,9 +2,9 @@
 // Knows the work list and tensor maps; nothing of torch, masks as users see them, or steps.
 //
 // Roles: warpgroup 0 loads (one thread: TMA for Q, K, V; it also walks the work list and describes each block in shared memory), the others
-// multiply, 64 rows each. Inside a multiplying warpgroup the scores of block j + 1 are issued before the softmax of block j is used, and the
-// warpgroups take turns at the tensor cores (ping-pong), so that one computes exponentials while another multiplies.
-// Softmax without a second pass: Milakov and Gimelshein, arXiv:1805.02867; tiling: Dao et al., arXiv:2205.14135, Shah et al., arXiv:2407.08608.
+// multiply, 64 rows each. Inside a multiplying warpgroup the scores of block j + 1 are issued before the softmax of block j is used, and
+// the warpgroups take turns at the tensor cores (ping-pong), so that one computes exponentials while another multiplies. Softmax without a
+// second pass: Milakov and Gimelshein, arXiv:1805.02867; tiling: Dao et al., arXiv:2205.14135, Shah et al., arXiv:2407.08608.
 #pragma once
 
 #include <cuda.h>
@@ -14,9 +14,9 @@
 
 #include "attention/launch.h"
 #include "attention/sm90/block_mask.cuh"
-#include "attention/sm90/tiles.h"
 #include "attention/sm90/schedule.cuh"
 #include "attention/sm90/softmax.cuh"
+#include "attention/sm90/tiles.h"
 #include "ptx/barrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
@@ -58,10 +58,10 @@ struct ForwardParams {
     Work work;
     Schedule schedule;
     int32_t total_q, total_k, num_heads_q, heads_per_group;
-    float scale_log2;    // of the scores as they enter the softmax: scale * log2(e), or softcap * log2(e)
-    float scale_softcap; // scale / softcap
-    float scale_natural; // scale, or softcap: raw maximum to logit
-    void* out_rows;      // for fp32 output, and accumulate
+    float scale_log2;     // of the scores as they enter the softmax: scale * log2(e), or softcap * log2(e)
+    float scale_softcap;  // scale / softcap
+    float scale_natural;  // scale, or softcap: raw maximum to logit
+    void* out_rows;       // for fp32 output, and accumulate
     int32_t out_is_fp32, accumulate;
     float* lse;
     const float* sink_lse;
@@ -69,17 +69,10 @@ struct ForwardParams {
     float* max_logits;
 };
 
-// All 64-element columns of one block; completes on `full`.
-template <class Traits>
-__device__ __forceinline__ void load_block(typename Traits::T* to, const CUtensorMap* map, uint64_t* full, int col, int head) {
-    ptx::mbarrier_arrive_expect(full, Traits::kCols * Traits::kDim * 2);
-#pragma unroll
-    for (int half = 0; half < Traits::kHalves; ++half) ptx::tma_load(to + half * Traits::kCols * 64, map, full, 64 * half, col, head);
-}
-
 // One thread walks work items, segments and blocks, and keeps the rings full. It has few registers: little is kept over a loop.
 template <class Traits>
 __device__ __forceinline__ void load_forward(const ForwardParams& params, ForwardShared<Traits>& shared) {
+    constexpr int kBlockBytes = Traits::kCols * Traits::kDim * 2;
     ptx::Ring<Traits::kStages> ring;
     uint32_t q_parity = 1;
     for (int32_t index = blockIdx.x; index < params.schedule.num_items; index = gridDim.x + atomicAdd(params.schedule.counter, 1)) {
@@ -97,9 +90,7 @@ __device__ __forceinline__ void load_forward(const ForwardParams& params, Forwar
             continue;
         }
         ptx::mbarrier_arrive_expect(&shared.q_full, Traits::kRows * Traits::kDim * 2);
-#pragma unroll
-        for (int half = 0; half < Traits::kHalves; ++half)
-            ptx::tma_load(shared.q + half * Traits::kRows * 64, &params.q, &shared.q_full, 64 * half, item.tile * Traits::kRows, item.head);
+        ptx::tma_load(shared.q, &params.q, &shared.q_full, 0, item.tile * Traits::kRows, 0, item.head);
 
         for (; segment_idx < segment_end; ++segment_idx) {
             const int4 segment = __ldg(reinterpret_cast<const int4*>(params.work.segments) + segment_idx);
@@ -107,9 +98,11 @@ __device__ __forceinline__ void load_forward(const ForwardParams& params, Forwar
                 const bool is_last = segment_idx + 1 == segment_end && col + Traits::kCols >= segment.y;
                 ptx::mbarrier_wait(&shared.k_empty[ring.stage], ring.parity ^ 1);
                 shared.block[ring.stage] = {col, min(segment.y - col, Traits::kCols) | (is_last ? Block::kLast : 0), segment.z, segment.w};
-                load_block<Traits>(shared.k[ring.stage], &params.k, &shared.k_full[ring.stage], col, kv_head);
+                ptx::mbarrier_arrive_expect(&shared.k_full[ring.stage], kBlockBytes);
+                ptx::tma_load(shared.k[ring.stage], &params.k, &shared.k_full[ring.stage], 0, col, 0, kv_head);
                 ptx::mbarrier_wait(&shared.v_empty[ring.stage], ring.parity ^ 1);
-                load_block<Traits>(shared.v[ring.stage], &params.v, &shared.v_full[ring.stage], col, kv_head);
+                ptx::mbarrier_arrive_expect(&shared.v_full[ring.stage], kBlockBytes);
+                ptx::tma_load(shared.v[ring.stage], &params.v, &shared.v_full[ring.stage], 0, col, 0, kv_head);
                 ring.advance();
             }
         }
@@ -173,7 +166,8 @@ struct ForwardMath {
         ptx::wgmma_commit();
     }
 
-    // Rows of the value block past the columns that exist hold whatever memory held, and 0 * NaN is NaN. Both warpgroups write the same zeros.
+    // Rows of the value block past the columns that exist hold whatever memory held, and 0 * NaN is NaN. Both warpgroups write the same
+    // zeros.
     __device__ __forceinline__ void clear_missing_values(const Block& block, int stage) {
         const int num_cols = block.num_cols();
         if (num_cols == Traits::kCols || block.col_begin + num_cols >= params.total_k) return;
@@ -297,7 +291,8 @@ __device__ __forceinline__ void ForwardMath<Traits>::finish(const Item& item, fl
 }
 
 template <class Traits>
-__device__ __forceinline__ void ForwardMath<Traits>::store_fp32(const Item& item, const float (&out)[kOut], int row, const float (&keep)[2]) {
+__device__ __forceinline__ void ForwardMath<Traits>::store_fp32(const Item& item, const float (&out)[kOut], int row,
+                                                                const float (&keep)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int i = row + 8 * r;
@@ -325,16 +320,15 @@ __device__ __forceinline__ void ForwardMath<Traits>::store_through_shared(const 
 #pragma unroll
     for (int j = 0; j < Traits::kDim / 16; ++j) {
         const int half = j / 4, chunk = 2 * (j % 4) + lane / 16;
-        const uint32_t to = ptx::shared_address(shared.out) + (group * Traits::kHalves + half) * 8192 + row * 128 + ((chunk ^ (row % 8)) * 16);
+        const uint32_t to =
+            ptx::shared_address(shared.out) + (group * Traits::kHalves + half) * 8192 + row * 128 + ((chunk ^ (row % 8)) * 16);
         ptx::store_matrices(to, ptx::pack<T>(out[8 * j], out[8 * j + 1]), ptx::pack<T>(out[8 * j + 2], out[8 * j + 3]),
                             ptx::pack<T>(out[8 * j + 4], out[8 * j + 5]), ptx::pack<T>(out[8 * j + 6], out[8 * j + 7]));
     }
     ptx::fence_async_shared();
     sync_group();
     if (is_leader()) {
-        for (int half = 0; half < Traits::kHalves; ++half)
-            ptx::tma_store(&params.out, shared.out + (group * Traits::kHalves + half) * 4096, 64 * half,
-                           item.tile * Traits::kRows + group * 64, item.head);
+        ptx::tma_store(&params.out, shared.out + group * Traits::kHalves * 4096, 0, item.tile * Traits::kRows + group * 64, 0, item.head);
         ptx::tma_commit();
     }
 }
@@ -364,6 +358,7 @@ __device__ __forceinline__ void ForwardMath<Traits>::run() {
     for (int earlier = 0; earlier < group; ++earlier) ptx::named_arrive(1 + earlier, 128 * Traits::kGroups);
     for (uint32_t q_parity = 0;; q_parity ^= 1) {
         ptx::mbarrier_wait(&shared.q_full, q_parity);
+        __syncwarp();  // the epilogue before may have left lanes apart, and wgmma wants whole warps
         const Item item = shared.item;
         const bool has_blocks = shared.has_blocks != 0;
         if (item.tile < 0) break;
@@ -383,8 +378,8 @@ __device__ __forceinline__ void ForwardMath<Traits>::run() {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams params) {
-    extern __shared__ char raw[];
-    auto& shared = *reinterpret_cast<ForwardShared<Traits>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+    extern __shared__ __align__(1024) char raw[];  // addresses known to the compiler; aligned, for the swizzle
+    auto& shared = *reinterpret_cast<ForwardShared<Traits>*>(raw);
     const int group = threadIdx.x / 128;
     if (threadIdx.x == 0) {
         ptx::prefetch_map(&params.q);
@@ -408,7 +403,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
         if (threadIdx.x == 0) load_forward<Traits>(params, shared);
     } else {
         ptx::raise_registers<Traits::kMathRegisters>();
-        ForwardMath<Traits> math{params, shared, group - 1, static_cast<int>(threadIdx.x % 32), static_cast<int>(threadIdx.x % 128 / 32), {}};
+        ForwardMath<Traits> math{params, shared, group - 1, static_cast<int>(threadIdx.x % 32), static_cast<int>(threadIdx.x % 128 / 32),
+                                 {}};
         math.run();
     }
 }

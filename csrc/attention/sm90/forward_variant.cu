@@ -40,16 +40,18 @@ int MAGI_VARIANT_NAME(forward)(const ForwardArgs& args, cudaStream_t stream) {
     const int32_t num_keys = has_keys ? shape.total_k : shape.total_q;
     const int32_t key_heads = has_keys ? shape.num_heads_kv : shape.num_heads_q;
     const TokenTensor out{args.out, int64_t{shape.num_heads_q} * kDim, kDim};
-    if (encode_map(params.q, args.q, shape.dtype, shape.total_q, shape.num_heads_q, kDim, {64, Traits::kRows})) return 1;
-    if (encode_map(params.k, k, shape.dtype, num_keys, key_heads, kDim, {64, Traits::kCols})) return 1;
-    if (encode_map(params.v, v, shape.dtype, num_keys, key_heads, kDim, {64, Traits::kCols})) return 1;
-    if (!params.out_is_fp32 && encode_map(params.out, out, shape.dtype, shape.total_q, shape.num_heads_q, kDim, {64, 64})) return 1;
+    if (encode_map(params.q, args.q, shape.dtype, shape.total_q, shape.num_heads_q, kDim, Traits::kRows, Traits::kHalves)) return 1;
+    if (encode_map(params.k, k, shape.dtype, num_keys, key_heads, kDim, Traits::kCols, Traits::kHalves)) return 1;
+    if (encode_map(params.v, v, shape.dtype, num_keys, key_heads, kDim, Traits::kCols, Traits::kHalves)) return 1;
+    if (!params.out_is_fp32 && encode_map(params.out, out, shape.dtype, shape.total_q, shape.num_heads_q, kDim, 64, Traits::kHalves))
+        return 1;
 
     constexpr auto kKernel = sm90::forward_kernel<Traits>;
-    constexpr int kShared = sizeof(sm90::ForwardShared<Traits>) + 1024;
+    constexpr int kShared = sizeof(sm90::ForwardShared<Traits>);
     static const cudaError_t prepared = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (prepared != cudaSuccess) return fail("forward kernel", prepared);
-    if (const auto status = cudaMemsetAsync(args.counter, 0, sizeof(int32_t), stream); status != cudaSuccess) return fail("forward counter", status);
+    if (const auto status = cudaMemsetAsync(args.counter, 0, sizeof(int32_t), stream); status != cudaSuccess)
+        return fail("forward counter", status);
     const int grid = std::min(shape.num_sms, params.schedule.num_items);
     kKernel<<<grid, Traits::kThreads, kShared, stream>>>(params);
     if (const auto status = cudaGetLastError(); status != cudaSuccess) return fail("forward launch", status);

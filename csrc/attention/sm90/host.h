@@ -1,4 +1,5 @@
-// What the launchers share on the host: errors of this thread, tensor maps, schedules. CUDA runtime only; the driver's encoder is found at run time.
+// What the launchers share on the host: errors of this thread, tensor maps, schedules. CUDA runtime only; the driver's encoder is found at
+// run time.
 #pragma once
 
 #include <cuda.h>
@@ -17,12 +18,13 @@ namespace magi {
 int fail(const std::string& reason);
 int fail(const char* what, cudaError_t status);
 
-struct MapBox {
-    int32_t elements, tokens;  // elements * size must be 128 bytes: the swizzle's width
-};
+// Map of [tokens, heads, head_dim] for 4D boxes (128 bytes of a vector, tokens, number of such columns, 1 head) with 128-byte swizzle.
+// Strides in elements. Non-zero with the reason in `fail`.
+int encode_map(CUtensorMap& map, const TokenTensor& tensor, Dtype dtype, int32_t tokens, int32_t heads, int32_t head_dim,
+               int32_t box_tokens, int32_t box_columns);
 
-// Map of [tokens, heads, head_dim] for boxes of one head. Strides in elements. Non-zero with the reason in `fail`.
-int encode_map(CUtensorMap& map, const TokenTensor& tensor, Dtype dtype, int32_t tokens, int32_t heads, int32_t head_dim, MapBox box);
+// Map of fp32 [heads, planes, row] for boxes of box_elements of all planes of one head, no swizzle; `stride` floats between planes.
+int encode_planes_map(CUtensorMap& map, void* data, int32_t row, int64_t stride, int32_t planes, int32_t heads, int32_t box_elements);
 
 // Groups of heads whose keys and values stay in about half of an H200's L2 together.
 inline Schedule make_schedule(const Work& work, int32_t num_heads, int32_t heads_per_group, int64_t bytes_per_group, int32_t* counter) {

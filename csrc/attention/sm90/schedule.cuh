@@ -1,4 +1,5 @@
-// Which work item (tile, head) a CTA takes next: heaviest tiles first, heads that share keys side by side. Knows nothing of what is computed.
+// Which work item (tile, head) a CTA takes next: heaviest tiles first, heads that share keys side by side. Knows nothing of what is
+// computed.
 #pragma once
 
 #include <cstdint>

@@ -8,9 +8,7 @@
 namespace magi::sm90 {
 
 // tanh by one exponential and one reciprocal, absolute error about 1e-7; the hardware tanh is good to 5e-4 only.
-__device__ __forceinline__ float tanh_exact(float x) {
-    return 1.0f - 2.0f * ptx::reciprocal_fast(ptx::exp2_fast(x * 2.885390082f) + 1.0f);
-}
+__device__ __forceinline__ float tanh_exact(float x) { return 1.0f - 2.0f * ptx::reciprocal_fast(ptx::exp2_fast(x * 2.885390082f) + 1.0f); }
 
 struct SoftmaxRows {
     float maximum[2] = {-INFINITY, -INFINITY};  // of the raw scores

@@ -103,7 +103,7 @@ def uploaded(values: npt.NDArray[np.int32], device: torch.device, what: str) -> 
             f"{what} is not on {device} yet and a CUDA graph is being captured; run the same calls once before the capture (the backward "
             "too, when it is captured) with the same plan, and keep the plan"
         )
-    staged = torch.empty(values.size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    staged = torch.empty(values.size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     staged.numpy()[:] = values
     return DeviceArray(staged.to(device, non_blocking=True))
 

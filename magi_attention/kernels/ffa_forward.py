@@ -17,7 +17,6 @@ from magi_attention.kernels.options import AttentionOptions
 from magi_attention.kernels.work import WorkList
 
 _MINUS_INF = float("-inf")
-_EMPTY, _INT32, _FP32 = torch.empty, torch.int32, torch.float32
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]  # out, lse, max_logits
 
@@ -44,9 +43,9 @@ class ForwardCall:
     def fresh(self, q: Tensor, k: Tensor, v: Tensor, sink_lse: Tensor | None, wants_max_logits: bool) -> Outputs:
         """Attention of these keys and the sinks alone; see `forward_fresh`."""
         device = self.device
-        out = _EMPTY(self._out_shape, dtype=self._out_dtype, device=device)
-        lse = _EMPTY(self._lse_shape, dtype=_FP32, device=device)
-        max_logits = torch.full((self._lse_shape[1],), _MINUS_INF, dtype=_FP32, device=device) if wants_max_logits else None
+        out = torch.empty(self._out_shape, dtype=self._out_dtype, device=device)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=device)
+        max_logits = torch.full((self._lse_shape[1],), _MINUS_INF, dtype=torch.float32, device=device) if wants_max_logits else None
         if self._is_empty:  # no key at all: what is left are the sinks
             out.zero_()
             lse.copy_(sink_lse.expand_as(lse)) if sink_lse is not None else lse.fill_(_MINUS_INF)
@@ -74,7 +73,7 @@ class ForwardCall:
             q, k, v = query(q, self._width, self._options), readable(k, self._width), readable(v, self._width)
             q_start, k_start, v_start = q.data_ptr(), k.data_ptr(), v.data_ptr()
             strides = (used_strides(q), used_strides(k), used_strides(v))
-        counter = _EMPTY(1, dtype=_INT32, device=device)  # not kept: launches of several streams or threads must not share one
+        counter = torch.empty(1, dtype=torch.int32, device=device)  # not kept: launches of several streams or threads must not share one
         tail = FORWARD_TAIL.pack(
             q_start,
             *strides[0],

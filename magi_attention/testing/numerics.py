@@ -117,7 +117,7 @@ class AttentionCase:
     def _dense(self, twin: Callable[..., tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype | None) -> AttentionResult:
         """Rows are independent, so they go in runs of _ROWS_AT_ONCE: long sequences fit, gradients of keys are summed in float64."""
         leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in self.tensors.items()}
-        sums = {name: torch.zeros(x.shape, dtype=torch.float64) for name, x in leaves.items()}
+        sums = {name: torch.zeros(x.shape, dtype=torch.float64, device=x.device) for name, x in leaves.items()}
         parts: dict[str, list[Tensor]] = {"out": [], "lse": []}
         is_per_row = self.options.get("sink_layout", "sh") == "ssh"
         for start in range(0, max(1, self.dense.shape[0]), _ROWS_AT_ONCE):

@@ -13,6 +13,8 @@ from magi_attention.mask import AttnMask, builders
 from magi_attention.mask.dense import dense_mask
 from magi_attention.testing.numerics import AttentionCase, AttentionResult
 
+DEVICE = "cpu"  # where cases live; drawn on the CPU, so that every device gets the same numbers
+
 
 def make_case(
     mask: AttnMask,
@@ -25,10 +27,10 @@ def make_case(
     **options: Any,
 ) -> AttentionCase:
     """Inputs ~ N(0, 1) from seed 0, made in fp32 then cast; heads = (Hq, Hkv), dims = (D, Dv)."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator, device="cpu").to(dtype).to(DEVICE)
 
     tensors = {
         "q": draw(mask.total_q, heads[0], dims[0]),
@@ -37,9 +39,10 @@ def make_case(
     }
     dout = draw(mask.total_q, heads[0], dims[1])
     if sink_shape is not None:
-        tensors["sink"] = torch.randn(sink_shape, generator=generator)
-    dlse = torch.randn(mask.total_q, heads[0], generator=generator) if with_dlse else None
-    return AttentionCase(tensors, torch.from_numpy(np.array(dense_mask(mask.slices, mask.total_q, mask.total_k))), dout, dlse, options)
+        tensors["sink"] = torch.randn(sink_shape, generator=generator, device="cpu").to(DEVICE)
+    dlse = torch.randn(mask.total_q, heads[0], generator=generator, device="cpu").to(DEVICE) if with_dlse else None
+    dense = torch.from_numpy(np.array(dense_mask(mask.slices, mask.total_q, mask.total_k))).to(DEVICE)
+    return AttentionCase(tensors, dense, dout, dlse, options)
 
 
 def run_ours(case: AttentionCase, slices: AttnMask | np.ndarray) -> AttentionResult:

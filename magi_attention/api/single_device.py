@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from magi_attention import env
+from magi_attention.api.device_ranges import ranges_on_device
 from magi_attention.api.single_plans import AttnPlan, PlanOrSlices, plan_of_ranges, plan_of_table, prepare_attention
-from magi_attention.arguments import count, flag
+from magi_attention.arguments import count
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import InputError
@@ -23,7 +24,7 @@ from magi_attention.mask.slices import MAX_TOKENS
 from magi_attention.runtime.attention import dist_attention
 from magi_attention.runtime.direct import Request, attend_again, attend_directly
 from magi_attention.runtime.rows import require_tensor
-from magi_attention.runtime.single import cast_for_autocast, check_tensors, single_device_attention
+from magi_attention.runtime.single import DeviceMask, cast_for_autocast, check_tensors, single_device_attention
 
 _IGNORED = (
     "auto_range_merge", "swap_ab", "pack_gqa", "cat_gqa", "sparse_load", "ref_block_size", "max_seqlen_q", "max_seqlen_k",
@@ -120,8 +121,7 @@ def flex_flash_attn_func(
     if not has_no_flag:
         _warn_ignored([name for name, value in zip(_IGNORED, flags, strict=True) if value is not None])
     _check_sizes(q, k, v)
-    sm_margin = count("sm_margin", sm_margin, 0, MAX_TOKENS)
-    request = request._replace(deterministic=flag("deterministic", deterministic), sm_margin=sm_margin)
+    request = request.normal()
     call = functools.partial(_attend, request)
     given = {"q_ranges": q_ranges, "index_attn_indices": index_attn_indices, "mask": mask, "plan": plan}
     names = [name for name, value in given.items() if value is not None]
@@ -135,6 +135,10 @@ def flex_flash_attn_func(
     if index_attn_indices is not None:
         return _index_attention(q, k, v, index_attn_indices, (q_block_size, k_block_size), sink, call)
     if q_ranges is not None:
+        device_mask = ranges_on_device(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0])
+        found = None if device_mask is None else _attend_on_device(request, q, k, v, device_mask, sink)
+        if found is not None:
+            return found
         return call(q, k, v, plan_of_ranges(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0]), sink)
     if mask is not None:
         plan = prepare_attention(mask)
@@ -190,6 +194,15 @@ def _attend(
     del options["backend"]  # auto, as the config has it
     out, lse, max_logits = dist_attention(q, k, v, plan.rank_plan, None, config, sink=sink, **options)
     return out, AttnForwardMeta(lse, max_logits)
+
+
+def _attend_on_device(
+    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: DeviceMask, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, AttnForwardMeta] | None:
+    """With ranges that stay on the GPU; None where no compiled kernel takes the problem, which needs them on the host."""
+    q, k, v = cast_for_autocast(q, k, v)
+    found = attend_directly(q, k, v, sink, mask, request) if q.device == mask.tensors[0].device else None
+    return None if found is None else (found[0], AttnForwardMeta(found[1], found[2]))
 
 
 def _index_attention(

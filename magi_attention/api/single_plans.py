@@ -1,7 +1,8 @@
 """Masks made ready for one device: plans, remembered by content, and the registered operations that stand for them in compiled graphs.
 
 Computes no attention. Inside torch.compile nothing can be looked up while tracing, so there a mask is the result of an operation that
-runs with the graph: its slices, a CPU tensor [num_slices, 6] whose length is not known while tracing.
+runs with the graph: its slices, a CPU tensor [num_slices, 6] whose length is not known while tracing, or one line for each range where
+the ranges lie on a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from magi_attention.api.device_ranges import clear_device_masks, slices_on_device
 from magi_attention.api.index_blocks import mask_from_index_blocks
 from magi_attention.api.key_cache import BoundedCache
 from magi_attention.api.mask_inputs import mask_from_ranges, mask_from_table
@@ -53,6 +55,7 @@ _plans: BoundedCache[AttnPlan] = BoundedCache(_MAX_PLANS)
 def clear_plans() -> None:
     """Forget every remembered single-device plan."""
     _plans.clear()
+    clear_device_masks()
 
 
 def prepare_attention(mask: AttnMask) -> AttnPlan:
@@ -118,6 +121,8 @@ def _graph_tensor(name: str, values: Any) -> torch.Tensor:
 def _ranges_op(
     q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: torch.Tensor | None, total_q: int, total_k: int
 ) -> torch.Tensor:
+    if q_ranges.is_cuda:  # stay there, unread
+        return slices_on_device(q_ranges, k_ranges, attn_type_map)
     return _copied(mask_from_ranges(q_ranges, k_ranges, attn_type_map, total_q, total_k, _TYPES_NAME))
 
 
@@ -132,7 +137,7 @@ def _copied(mask: AttnMask) -> torch.Tensor:
 
 @_ranges_op.register_fake
 def _(q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: torch.Tensor | None, total_q: int, total_k: int) -> torch.Tensor:
-    return _unknown_slices()
+    return q_ranges.new_empty((q_ranges.shape[0], 6), dtype=torch.int32) if q_ranges.is_cuda else _unknown_slices()
 
 
 @_table_op.register_fake

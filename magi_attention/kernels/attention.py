@@ -8,6 +8,7 @@ nothing of autograd, ranks, plans or exchanges.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from magi_attention.kernels import blocked_backward, blocked_forward, ffa_backward, ffa_forward
 from magi_attention.kernels.blocked import compute_dtype
 from magi_attention.kernels.delta import softmax_delta
+from magi_attention.kernels.device_mask import DeviceMask
 from magi_attention.kernels.ffa_backward import Rows
+from magi_attention.kernels.ffa_work import Mask
 from magi_attention.kernels.options import AttentionOptions
 from magi_attention.kernels.select import choose, describe
 from magi_attention.kernels.sink import joined_sink, sink_lse
@@ -43,7 +46,7 @@ def attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slices: npt.ArrayLike | WorkList,
+    slices: npt.ArrayLike | Mask,
     *,
     softmax_scale: float,
     softcap: float,
@@ -71,7 +74,7 @@ def attention_forward(
         InputError: slices outside the tensors. UnsupportedError: no kernel takes the problem (see kernels/select.py).
     """
     name = choose(describe(q, k, v, softcap=softcap), backend)
-    work = prepare(slices, q.shape[0], k.shape[0])
+    work = _mask_of(slices, q, k, name)
     if name == "ffa":
         options = AttentionOptions(softmax_scale, softcap, backend, deterministic, sm_margin)
         return ffa_forward.forward_into(q, k, v, work, options, (out, lse, max_logits))
@@ -84,7 +87,7 @@ def attention_forward_fresh(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slices: npt.ArrayLike | WorkList,
+    slices: npt.ArrayLike | Mask,
     options: AttentionOptions,
     *,
     sink: Tensor | None = None,
@@ -106,7 +109,7 @@ def attention_forward_fresh(
     """
     sink_layout = "sh" if sink is None or sink.ndim == 2 else "ssh"
     name = choose(describe(q, k, v, sink=sink, sink_layout=sink_layout, softcap=options.softcap), options.backend)
-    work = prepare(slices, q.shape[0], k.shape[0])
+    work = _mask_of(slices, q, k, name)
     wide = compute_dtype(q.dtype)
     if name == "ffa":
         outputs = ffa_forward.forward_fresh(
@@ -129,7 +132,7 @@ def attention_backward(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
-    slices: npt.ArrayLike | WorkList,
+    slices: npt.ArrayLike | Mask,
     *,
     softmax_scale: float,
     softcap: float,
@@ -153,7 +156,7 @@ def attention_backward(
     Rows that see nothing, and keys that nobody sees, get nothing added.
     """
     name = choose(describe(q, k, v, softcap=softcap), backend, "backward")
-    work = prepare(slices, q.shape[0], k.shape[0])
+    work = _mask_of(slices, q, k, name)
     if name == "ffa":
         options = AttentionOptions(softmax_scale, softcap, backend, deterministic, sm_margin)
         rows = Rows(q, dout.to(q.dtype), lse, delta.contiguous())
@@ -167,7 +170,7 @@ def attention_backward_fresh(
     rows: Rows,
     k: Tensor,
     v: Tensor,
-    slices: npt.ArrayLike | WorkList,
+    slices: npt.ArrayLike | Mask,
     options: AttentionOptions,
     *,
     dq: Tensor,
@@ -181,7 +184,7 @@ def attention_backward_fresh(
     """
     q, dout, lse, delta = rows.q, rows.dout, rows.lse, rows.delta
     name = choose(describe(q, k, v, softcap=options.softcap), options.backend, "backward")
-    work = prepare(slices, q.shape[0], k.shape[0])
+    work = _mask_of(slices, q, k, name)
     wide = compute_dtype(q.dtype)
     if name == "ffa":
         rows = dataclasses.replace(rows, dout=dout.to(q.dtype))
@@ -192,6 +195,15 @@ def attention_backward_fresh(
     with torch.autocast(q.device.type, enabled=False):
         blocked_backward.backward((q, dout, lse, delta), k, v, work, (options.softmax_scale, options.softcap), (dq, dk, dv))
     return dk.to(dkv_dtype or wide), dv.to(dkv_dtype or wide)
+
+
+def _mask_of(slices: npt.ArrayLike | Mask, q: Tensor, k: Tensor, backend: str) -> Any:
+    """What the backend walks. A mask on a GPU is read by the host for backends that do not know it."""
+    if isinstance(slices, DeviceMask) and backend == "ffa":
+        return slices
+    if isinstance(slices, DeviceMask):
+        slices = slices.tensors[0].cpu().numpy()
+    return prepare(slices, q.shape[0], k.shape[0])
 
 
 @torch.no_grad()

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from magi_attention.kernels import ffa_device, ffa_library
 from magi_attention.kernels.delta import softmax_delta
+from magi_attention.kernels.device_mask import poison
 from magi_attention.kernels.ffa_launch import DTYPE_CODE, compiled_head_dim, query, scratch, shape_record
 from magi_attention.kernels.ffa_library import BackwardArgs, run_backward, stats_floats
 from magi_attention.kernels.ffa_tensors import dense, narrowed, readable, token_tensor
-from magi_attention.kernels.ffa_work import device_work
+from magi_attention.kernels.ffa_work import Mask, device_work
 from magi_attention.kernels.options import AttentionOptions
-from magi_attention.kernels.work import WorkList
 
 _NO_WORK = ffa_library.Work()
 
@@ -43,7 +43,7 @@ class Rows:
 
 
 def backward_fresh(
-    rows: Rows, k: Tensor, v: Tensor, mask: WorkList, options: AttentionOptions, *, dq: Tensor, dkv_dtype: torch.dtype
+    rows: Rows, k: Tensor, v: Tensor, mask: Mask, options: AttentionOptions, *, dq: Tensor, dkv_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """dk [Tk, Hkv, D] and dv [Tk, Hkv, Dv] of these keys alone, every element written once; dq is added to.
 
@@ -65,9 +65,7 @@ def backward_fresh(
     return narrowed(dk, k.shape[2]), narrowed(dv, v.shape[2])
 
 
-def backward_into(
-    rows: Rows, k: Tensor, v: Tensor, mask: WorkList, options: AttentionOptions, grads: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def backward_into(rows: Rows, k: Tensor, v: Tensor, mask: Mask, options: AttentionOptions, grads: tuple[Tensor, Tensor, Tensor]) -> None:
     """Add to grads = (dq, dk, dv), all fp32, shapes of q, k, v."""
     if not (rows.q.shape[0] and k.shape[0]):
         return
@@ -84,7 +82,7 @@ def _add_dq(
     rows: Rows,
     k: Tensor,
     v: Tensor,
-    mask: WorkList,
+    mask: Mask,
     options: AttentionOptions,
     grads: tuple[Tensor, Tensor, Tensor],
     *,
@@ -105,7 +103,7 @@ def _launch(
     rows: Rows,
     k: Tensor,
     v: Tensor,
-    mask: WorkList,
+    mask: Mask,
     options: AttentionOptions,
     grads: tuple[Tensor, Tensor, Tensor],
     accumulates: bool,
@@ -141,9 +139,12 @@ def _launch(
         accumulates,
         counter.data_ptr(),
     )
-    lists = (work.array,) if work_dq is None else (work.array, work_dq.array)
-    with ffa_device.launching(device, "magi_attention backward", *lists) as stream:
+    lists = (work,) if work_dq is None else (work, work_dq)
+    with ffa_device.launching(device, "magi_attention backward", *(x.array for x in lists)) as stream:
         run_backward(args, stream)
+        for planned in lists:
+            if planned.status:
+                poison(planned.status, grads, stream)
 
 
 def _scratch(q: Tensor) -> tuple[Tensor, Tensor]:

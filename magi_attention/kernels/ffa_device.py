@@ -70,6 +70,10 @@ class DeviceArray:
         if self._written is not None:
             self._written.record(torch.cuda.current_stream(tensor.device))
 
+    def is_written(self) -> bool:
+        """The writing is over. Does not wait; not to be asked while a CUDA graph is captured."""
+        return self._written is None or bool(self._written.query())  # type: ignore[no-untyped-call]
+
     def used_on(self, stream: int) -> None:
         """Make the memory good for kernels that follow on this stream (the current one)."""
         if stream in self._known_streams or self._written is None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from magi_attention.kernels import ffa_device
+from magi_attention.kernels.device_mask import poison
 from magi_attention.kernels.ffa_launch import DTYPE_CODE, compiled_head_dim, query, shape_record
 from magi_attention.kernels.ffa_library import FORWARD_TAIL, forward_head, run_forward
 from magi_attention.kernels.ffa_tensors import ALIGN_BYTES, dense, is_readable, narrowed, readable, used_strides
-from magi_attention.kernels.ffa_work import device_work
+from magi_attention.kernels.ffa_work import Mask, device_work
 from magi_attention.kernels.options import AttentionOptions
-from magi_attention.kernels.work import WorkList
 
 _MINUS_INF = float("-inf")
 
@@ -27,7 +27,7 @@ class ForwardCall:
     Short sequences wait for the host, so what is left to a call is to allocate, to pack pointers and to launch.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: WorkList, options: AttentionOptions, out_dtype: torch.dtype) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: AttentionOptions, out_dtype: torch.dtype) -> None:
         self.device = q.device
         self._options = options
         self._width, self._head_dim_v = compiled_head_dim(q, v), v.shape[2]
@@ -92,13 +92,15 @@ class ForwardCall:
         )
         with ffa_device.launching(device, "magi_attention forward", self._work.array) as stream:
             run_forward(self._head + tail, stream)
+            if self._work.status:
+                poison(self._work.status, outputs, stream)
 
 
 def forward_fresh(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: WorkList,
+    mask: Mask,
     options: AttentionOptions,
     *,
     sink_lse: Tensor | None,
@@ -117,6 +119,6 @@ def forward_fresh(
     return ForwardCall(q, k, v, mask, options, out_dtype).fresh(q, k, v, sink_lse, wants_max_logits)
 
 
-def forward_into(q: Tensor, k: Tensor, v: Tensor, mask: WorkList, options: AttentionOptions, running: Outputs) -> None:
+def forward_into(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: AttentionOptions, running: Outputs) -> None:
     """Merge the attention of these keys into running = (out fp32 [Tq, Hq, Dv], lse fp32 [Tq, Hq], max_logits or None), in place."""
     ForwardCall(q, k, v, mask, options, torch.float32).into(q, k, v, running)

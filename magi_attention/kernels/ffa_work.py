@@ -7,9 +7,12 @@ import threading
 import torch
 
 from magi_attention.kernels import ffa_library
+from magi_attention.kernels.device_mask import DeviceMask, plan_on_device
 from magi_attention.kernels.ffa_device import DeviceArray, uploaded
 from magi_attention.kernels.tile_work import tile_work
 from magi_attention.kernels.work import WorkList
+
+Mask = WorkList | DeviceMask
 
 
 class DeviceWork:
@@ -18,18 +21,20 @@ class DeviceWork:
     Attributes:
         record: pointers and sizes for the arguments of a launch.
         array: the memory, one int32 tensor.
+        status: address of a word that says whether the list is the mask; 0 for lists of the host, which are.
     """
 
-    __slots__ = ("array", "record")
+    __slots__ = ("array", "record", "status")
 
-    def __init__(self, array: DeviceArray, offsets: tuple[int, int, int, int], num_tiles: int, num_rows: int) -> None:
+    def __init__(self, array: DeviceArray, offsets: tuple[int, int, int, int], num_tiles: int, num_rows: int, status: int = 0) -> None:
         """offsets of order, segment_offsets, segments and pieces, in int32 elements of the array."""
         start = array.tensor.data_ptr()
         self.array = array
+        self.status = status
         self.record = ffa_library.Work(*(start + 4 * offset for offset in offsets), num_tiles, num_rows)
 
 
-def device_work(mask: WorkList, direction: str, head_dim: int, device: torch.device) -> DeviceWork:
+def device_work(mask: Mask, direction: str, head_dim: int, device: torch.device) -> DeviceWork:
     """The list of a mask for one direction of one compiled kernel.
 
     Args:
@@ -47,18 +52,24 @@ def device_work(mask: WorkList, direction: str, head_dim: int, device: torch.dev
 _lock = threading.Lock()  # a backward may run on another thread
 
 
-def _make(mask: WorkList, direction: str, head_dim: int, device: torch.device) -> DeviceWork:
+def _make(mask: Mask, direction: str, head_dim: int, device: torch.device) -> DeviceWork:
     tile = ffa_library.tile_of(direction, head_dim)
     is_transposed = direction == "backward"
     # Kernels of one tile shape share a list.
     shared = (is_transposed, tile, device)
     with _lock:
         if shared not in mask.derived:
-            num_rows = mask.total_k if is_transposed else mask.total_q
-            host = tile_work(mask.slices, num_rows, *tile, transposed=is_transposed)
-            array = uploaded(host.packed, device, f"the {direction} work list of this mask")
-            offsets = (host.offset_order, host.offset_segment_offsets, host.offset_segments, host.offset_pieces)
-            mask.derived[shared] = DeviceWork(array, offsets, host.num_tiles, host.num_rows)
+            mask.derived[shared] = _planned(mask, tile, is_transposed, device)
         found: DeviceWork = mask.derived[shared]
         mask.derived[(direction, head_dim, device)] = found
     return found
+
+
+def _planned(mask: Mask, tile: tuple[int, int], is_transposed: bool, device: torch.device) -> DeviceWork:
+    if isinstance(mask, DeviceMask):
+        found = plan_on_device(mask, tile, is_transposed=is_transposed)
+        return DeviceWork(found.array, found.offsets, found.num_tiles, found.num_rows, found.status)
+    host = tile_work(mask.slices, mask.total_k if is_transposed else mask.total_q, *tile, transposed=is_transposed)
+    array = uploaded(host.packed, device, f"the {'backward' if is_transposed else 'forward'} work list of this mask")
+    offsets = (host.offset_order, host.offset_segment_offsets, host.offset_segments, host.offset_pieces)
+    return DeviceWork(array, offsets, host.num_tiles, host.num_rows)

@@ -22,6 +22,7 @@ from magi_attention.kernels.attention import (
     compute_dtype,
     prepare,
 )
+from magi_attention.kernels.device_mask import DeviceMask, device_mask
 from magi_attention.kernels.select import check_scale, choose, describe
 from magi_attention.kernels.sink import check_sink, sink_backward
 
@@ -56,7 +57,7 @@ def _forward(
         q,
         k,
         v,
-        _records(slices),
+        _records(slices, q.shape[0], k.shape[0]),
         AttentionOptions(softmax_scale, softcap, backend, deterministic, sm_margin),
         sink=sink,
         out_dtype=q.dtype,
@@ -106,7 +107,7 @@ def _backward(
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     options = AttentionOptions(softmax_scale, softcap, backend, deterministic, sm_margin)
     rows = Rows(q, dout, lse, delta, out, dlse)
-    dk, dv = attention_backward_fresh(rows, k, v, _records(slices), options, dq=dq, dkv_dtype=k.dtype)
+    dk, dv = attention_backward_fresh(rows, k, v, _records(slices, q.shape[0], k.shape[0]), options, dq=dq, dkv_dtype=k.dtype)
     dsink = q.new_empty(0) if sink is None else sink_backward(sink, sink_layout, lse, delta)
     return dq.to(q.dtype), dk, dv, dsink
 
@@ -143,8 +144,10 @@ flex_attention_op = torch.ops.magi_attention.flex_attention.default
 _backward_op = torch.ops.magi_attention.flex_attention_backward.default
 
 
-def _records(slices: Tensor) -> npt.NDArray[np.integer]:
-    return slices.cpu().numpy()
+def _records(slices: Tensor, total_q: int, total_k: int) -> npt.NDArray[np.integer] | DeviceMask:
+    """Slices on the host as they are; on a GPU they stay there when the planner there reads them."""
+    found = None if slices.device.type == "cpu" else device_mask((slices,), total_q, total_k)
+    return slices.cpu().numpy() if found is None else found
 
 
 def single_device_attention(
@@ -184,7 +187,8 @@ def single_device_attention(
     records = slices if isinstance(slices, Tensor) else torch.from_numpy(np.array(slices, dtype=np.int32).reshape(-1, 6))
     if not torch.compiler.is_compiling():  # in a graph the operation does both when it runs
         choose(desc, backend)
-        prepare(_records(records), q.shape[0], k.shape[0])  # refuses ranges outside the tensors before anything runs
+        if records.device.type == "cpu":
+            prepare(records.numpy(), q.shape[0], k.shape[0])  # refuses ranges outside the tensors before anything runs
     scale, wants_max_logits = check_scale(softmax_scale, q.shape[-1]), flag("return_max_logits", return_max_logits)
     last = (wants_max_logits, backend, deterministic, sm_margin)
     out, lse, max_logits = flex_attention_op(q, k, v, records, sink, sink_layout, scale, float(softcap), *last)

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from magi_attention.arguments import flag
+from magi_attention.arguments import count, flag
 from magi_attention.kernels import ffa_backward
-from magi_attention.kernels.attention import AttentionOptions, WorkList, softmax_delta
+from magi_attention.kernels.attention import AttentionOptions, softmax_delta
+from magi_attention.kernels.device_mask import DeviceMask, check_reports
 from magi_attention.kernels.ffa_forward import ForwardCall
-from magi_attention.kernels.select import check_scale, choose, describe, reasons_against_ffa
+from magi_attention.kernels.ffa_work import Mask
+from magi_attention.kernels.select import check_scale, check_softcap, choose, describe, reasons_against_ffa
 from magi_attention.kernels.sink import joined_sink, sink_backward
 from magi_attention.runtime.checks import check_can_be_saved
 from magi_attention.runtime.second_order import first_order
@@ -25,7 +27,7 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class Request(NamedTuple):
-    """What the caller asks for, as it was given. Values of exactly these types are looked up; others take the way with all checks."""
+    """What the caller asks for. Values of exactly these types are looked up; `normal` makes them so."""
 
     softmax_scale: float | None = None
     softcap: float = 0.0
@@ -35,92 +37,123 @@ class Request(NamedTuple):
     deterministic: bool = False
     sm_margin: int = 0
 
-
-class _Call:
-    """A request that was checked against tensors of one form and a mask."""
-
-    __slots__ = ("can_differentiate", "device_type", "forward", "mask", "options", "sink_layout", "wants_max_logits")
-
-    def __init__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: WorkList, request: Request, *, can_differentiate: bool
-    ) -> None:
-        scale = check_scale(request.softmax_scale, q.shape[2])
-        self.options = AttentionOptions(scale, float(request.softcap), request.backend, request.deterministic, request.sm_margin)
-        self.forward = ForwardCall(q, k, v, mask, self.options, q.dtype)
-        self.mask = mask
-        self.sink_layout = request.sink_layout
-        self.wants_max_logits = flag("return_max_logits", request.return_max_logits)
-        self.can_differentiate = can_differentiate
-        self.device_type = q.device.type
+    def normal(self) -> Request:
+        """The same request in these types. Raises InputError for values that stand for none."""
+        return self._replace(
+            softmax_scale=None if self.softmax_scale is None else check_scale(self.softmax_scale, 1),
+            softcap=check_softcap(self.softcap),
+            return_max_logits=flag("return_max_logits", self.return_max_logits),
+            deterministic=flag("deterministic", self.deterministic),
+            sm_margin=count("sm_margin", self.sm_margin, 0, _MAX_MARGIN),
+        )
 
 
+class _Form(NamedTuple):
+    """A request that was checked against tensors of one form, whatever the mask."""
+
+    options: AttentionOptions
+    sink_layout: str
+    wants_max_logits: bool
+    can_differentiate: bool
+    device: torch.device
+
+
+class _Call(NamedTuple):
+    """A form with a mask: what a call runs."""
+
+    form: _Form
+    forward: ForwardCall
+
+
+_MAX_MARGIN = 1 << 30
 _LOOKED_UP = {(scale, float, str, bool, str, bool, int) for scale in (float, type(None))}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_MAX_CALLS = 256  # of one mask: a scale that changes at every step is a call of its own each time
+_MAX_FORMS, _MAX_CALLS = 4096, 256  # a scale that changes at every step is a form of its own each time
+_forms: dict[Hashable, _Form | None] = {}
 _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-_is_grad_enabled = torch.is_grad_enabled
 
 
 def attend_again(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, mask: WorkList, request: Request
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, mask: Mask, request: Request
 ) -> Results | None:
-    """What `attend_directly` returns, when it was called with tensors of this form before; None when nothing is known of them.
+    """What `attend_directly` returns, when it was called with tensors of this form and this mask before; None when it was not.
 
     Checks nothing that the form does not decide. Under autocast nothing is known: tensors are cast first.
     """
-    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or _transforms_are_active():
+    key = _key(q, k, v, sink, request)
+    call: _Call | None = None if key is None else mask.calls.get(key)
+    if call is None or torch.is_autocast_enabled(call.form.device.type):
         return None
-    try:
-        key = _form(q, k, v, sink, request)
-        call: _Call | None = mask.calls.get(key)
-    except (RuntimeError, TypeError):  # no strides (sparse, nested), or a request that cannot be a key: the checks name it
-        return None
-    if call is None or torch.is_autocast_enabled(call.device_type):
-        return None
-    return _run(q, k, v, sink, call)
+    return _run(q, k, v, sink, mask, call)
 
 
 def attend_directly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, mask: WorkList, request: Request
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, mask: Mask, request: Request
 ) -> Results | None:
     """(out, lse, max_logits) of plain tensors that a compiled kernel takes; None for all others, which take the general way.
 
     The caller has cast for autocast, and has compared the rows of q and k with the mask.
 
     Raises:
-        InputError, UnsupportedError: as kernels/select.py says.
+        InputError, UnsupportedError: as kernels/select.py says; InputError also for what earlier masks on a GPU had to report.
     """
-    found = attend_again(q, k, v, sink, mask, request)
-    if found is not None:
-        return found
-    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or _transforms_are_active():
+    key = _key(q, k, v, sink, request)
+    if key is None:
         return None
-    desc = describe(q, k, v, sink=sink, sink_layout=request.sink_layout, softcap=request.softcap)
-    if choose(desc, request.backend) != "ffa":
-        return None
-    call = _Call(q, k, v, mask, request, can_differentiate=not reasons_against_ffa(desc, "backward"))
-    if tuple(map(type, request)) in _LOOKED_UP:  # True, 1 and 1.0 are one key, and not one request
+    call: _Call | None = mask.calls.get(key)
+    if call is None:
+        form = _forms[key] if key in _forms else _remember(key, q, k, v, sink, request)
+        if form is None:
+            return None
+        call = _Call(form, ForwardCall(q, k, v, mask, form.options, q.dtype))
         if len(mask.calls) >= _MAX_CALLS:
             mask.calls.clear()
-        mask.calls[_form(q, k, v, sink, request)] = call
-    return _run(q, k, v, sink, call)
+        mask.calls[key] = call
+    return _run(q, k, v, sink, mask, call)
 
 
-def _form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, request: Request) -> Hashable:
-    """What decides whether a call is legal and how it runs, except for addresses. The mask fixes the rows of q and k."""
-    form_of_sink = None if sink is None else (sink.shape, sink.dtype, sink.device, sink.layout, type(sink))
-    tensors = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype)
-    return request, tensors, q.device, k.device, v.device, form_of_sink
+def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, request: Request) -> Hashable | None:
+    """What decides whether a call is legal and how it runs, except for the mask and addresses; None for what takes the general way."""
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or _transforms_are_active():
+        return None
+    if tuple(map(type, request)) not in _LOOKED_UP:  # True, 1 and 1.0 are one key, and not one request
+        return None
+    try:
+        form_of_sink = None if sink is None else (sink.shape, sink.dtype, sink.device, sink.layout, type(sink))
+        tensors = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype)
+        return request, tensors, q.device, k.device, v.device, form_of_sink
+    except (RuntimeError, AttributeError):  # no strides (sparse and nested tensors), or a sink that is no tensor
+        return None
 
 
-def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: _Call) -> Results | None:
-    if not _is_grad_enabled() or not (q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)):
+def _remember(
+    key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, request: Request
+) -> _Form | None:
+    desc = describe(q, k, v, sink=sink, sink_layout=request.sink_layout, softcap=request.softcap)
+    form = None
+    if choose(desc, request.backend) == "ffa":
+        scale = check_scale(request.softmax_scale, q.shape[2])
+        options = AttentionOptions(scale, request.softcap, request.backend, request.deterministic, request.sm_margin)
+        can_differentiate = not reasons_against_ffa(desc, "backward")
+        form = _Form(options, request.sink_layout, request.return_max_logits, can_differentiate, q.device)
+    if len(_forms) >= _MAX_FORMS:
+        _forms.clear()
+    _forms[key] = form
+    return form
+
+
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, mask: Mask, call: _Call) -> Results | None:
+    if isinstance(mask, DeviceMask):
+        check_reports(call.form.device)
+    if not torch.is_grad_enabled() or not (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    ):
         return _forward(q, k, v, sink, call)
-    if not call.can_differentiate:
+    if not call.form.can_differentiate:
         return None  # the general way says why
     if q.is_inference() or k.is_inference() or v.is_inference() or (sink is not None and sink.is_inference()):
         check_can_be_saved((q, k, v, sink))
-    results: Results = _apply(q, k, v, sink, call)
+    results: Results = _apply(q, k, v, sink, mask, call)
     return results
 
 
@@ -128,10 +161,11 @@ class _DirectAttention(torch.autograd.Function):
     """With ctx in the forward: a node with setup_context binds its arguments by inspect, which alone takes 30 us."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: _Call) -> Results:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, mask: Mask, call: _Call) -> Results:
         out, lse, max_logits = _forward(q, k, v, sink, call)
-        ctx.call = call
-        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.mask, ctx.form = mask, call.form
+        # The backward reads ranges on a GPU again; saved, a write to them in between is an error.
+        ctx.save_for_backward(q, k, v, sink, out, lse, *(mask.tensors if isinstance(mask, DeviceMask) else ()))
         ctx.set_materialize_grads(False)
         if max_logits is not None:
             ctx.mark_non_differentiable(max_logits)
@@ -139,8 +173,8 @@ class _DirectAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: object) -> Any:
-        gradients = functools.partial(_gradients, ctx.call, tuple(ctx.needs_input_grad[:4]))
-        return *first_order("attention", gradients, dout, dlse, *ctx.saved_tensors), None
+        gradients = functools.partial(_gradients, ctx.mask, ctx.form, tuple(ctx.needs_input_grad[:4]))
+        return *first_order("attention", gradients, dout, dlse, *ctx.saved_tensors[:6]), None, None
 
 
 # Function.apply looks for functorch transforms, of which there are none here, in every argument; what it calls then is this.
@@ -148,15 +182,17 @@ _apply: Callable[..., Any] = super(torch.autograd.Function, _DirectAttention).ap
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, call: _Call) -> Results:
-    return call.forward.fresh(q, k, v, None if sink is None else joined_sink(sink, torch.float32), call.wants_max_logits)
+    return call.forward.fresh(q, k, v, None if sink is None else joined_sink(sink, torch.float32), call.form.wants_max_logits)
 
 
 def _gradients(
-    call: _Call, needs: tuple[bool, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None, *saved: torch.Tensor
+    mask: Mask, form: _Form, needs: tuple[bool, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None, *saved: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     """(dq, dk, dv, dsink), None where not needed; saved is what the forward kept."""
     q, k, v, sink, out, lse = saved
     needs_q, needs_k, needs_v, needs_sink = needs
+    if isinstance(mask, DeviceMask):
+        check_reports(q.device)
     with torch.autocast(q.device.type, enabled=False):
         dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
         delta = torch.empty_like(lse)
@@ -164,10 +200,10 @@ def _gradients(
         if needs_q or needs_k or needs_v:
             wide_dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
             rows = ffa_backward.Rows(q, dout, lse, delta, out, dlse)
-            dk, dv = ffa_backward.backward_fresh(rows, k, v, call.mask, call.options, dq=wide_dq, dkv_dtype=k.dtype)
+            dk, dv = ffa_backward.backward_fresh(rows, k, v, mask, form.options, dq=wide_dq, dkv_dtype=k.dtype)
             dq = wide_dq.to(q.dtype) if needs_q else None
         else:
             delta = softmax_delta(dout, out, dlse)
         if needs_sink:
-            dsink = sink_backward(sink, call.sink_layout, lse, delta)
+            dsink = sink_backward(sink, form.sink_layout, lse, delta)
     return dq, dk if needs_k else None, dv if needs_v else None, dsink

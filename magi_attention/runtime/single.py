@@ -5,12 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from magi_attention.kernels.attention import WorkList, clear_prepared, prepare
+from magi_attention.kernels.device_mask import DeviceMask, device_mask
 from magi_attention.kernels.ops import cast_for_autocast, single_device_attention
 from magi_attention.kernels.select import describe as check_tensors
 from magi_attention.plan.types import DispatchPlan, Int32Array, RankPlan, StepPlan, frozen_array
 
 # From the kernels, for the public door: single_device_attention is the same attention as one registered operation.
-__all__ = ["WorkList", "cast_for_autocast", "check_tensors", "clear_prepared", "prepare", "single_device_attention", "single_rank_plan"]
+__all__ = [
+    "DeviceMask",
+    "WorkList",
+    "cast_for_autocast",
+    "check_tensors",
+    "clear_prepared",
+    "device_mask",
+    "prepare",
+    "single_device_attention",
+    "single_rank_plan",
+]
 
 
 def single_rank_plan(slices: Int32Array, total_q: int, total_k: int, area: int) -> RankPlan:

@@ -54,6 +54,7 @@ def install_twin(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr("magi_attention.kernels.ffa_backward.run_backward", counted("backward", ffa_library.run_backward))
     for module in (attention, ops, runtime_attention, direct):
         monkeypatch.setattr(module, "choose", lambda desc, *_: "ffa")
+    monkeypatch.setattr(direct, "_forms", {})
     monkeypatch.setattr(direct, "reasons_against_ffa", lambda *_: [])
     clear_cache()
     return launches

@@ -6,6 +6,7 @@ NaN on the device (see csrc/attention/device_work.h), and reaches the host with 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Hashable
@@ -68,15 +69,16 @@ class PlannedList:
 def plan_on_device(mask: DeviceMask, tile: tuple[int, int], *, is_transposed: bool) -> PlannedList:
     """Start making the list for a tile shape, on the current stream."""
     first = mask.tensors[0]
-    args = ffa_device_work.DeviceWorkArgs(
-        mask.total_q, mask.total_k, *tile, int(is_transposed), first.element_size(), mask.tensors[-1].element_size(), 0, first.shape[0]
+    sizes = (
+        *(mask.total_q, mask.total_k, *tile, int(is_transposed)),
+        *(first.element_size(), mask.tensors[-1].element_size(), 0, first.shape[0]),
     )
+    args, layout = ffa_device_work.DeviceWorkArgs(*sizes), _layout(sizes)
     if len(mask.tensors) == 1:
         args.slices = first.data_ptr()
     else:
         args.q_ranges, args.k_ranges = first.data_ptr(), mask.tensors[1].data_ptr()
         args.types = mask.tensors[2].data_ptr() if len(mask.tensors) == 3 else None
-    layout = ffa_device_work.layout_of(args)
     workspace = torch.empty(layout.workspace_size, dtype=torch.int32, device=first.device)
     args.workspace = workspace.data_ptr()
     with launching(first.device, "magi_attention plan") as stream:
@@ -84,6 +86,11 @@ def plan_on_device(mask: DeviceMask, tile: tuple[int, int], *, is_transposed: bo
         array = _watched(workspace)
     offsets = (layout.offset_order, layout.offset_segment_offsets, layout.offset_segments, layout.offset_pieces)
     return PlannedList(array, offsets, layout.num_tiles, layout.num_rows, args.workspace)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(sizes: tuple[int, ...]) -> ffa_device_work.DeviceWorkLayout:
+    return ffa_device_work.layout_of(ffa_device_work.DeviceWorkArgs(*sizes))
 
 
 def poison(status: int, outputs: tuple[Tensor | None, ...], stream: int) -> None:

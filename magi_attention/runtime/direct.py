@@ -97,6 +97,8 @@ def attend_directly(
     Raises:
         InputError, UnsupportedError: as kernels/select.py says; InputError also for what earlier masks on a GPU had to report.
     """
+    if isinstance(mask, DeviceMask):
+        check_reports(q.device)
     key = _key(q, k, v, sink, request)
     if key is None:
         return None
@@ -143,8 +145,6 @@ def _remember(
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, mask: Mask, call: _Call) -> Results | None:
-    if isinstance(mask, DeviceMask):
-        check_reports(call.form.device)
     if not torch.is_grad_enabled() or not (
         q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     ):

@@ -8,7 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "attention/device_slices.h"
+#include "attention/device_work.h"
 #include "attention/launch.h"
+#include "solver/tile_work.h"
 
 using namespace magi;
 
@@ -210,5 +213,39 @@ MAGI_EXPORT int magi_ffa_backward(const BackwardArgs* a, void*) {
         store(a->dk, i, a->dkv_dtype, dk[i]);
         store(a->dv, i, a->dkv_dtype, dv[i]);
     }
+    return 0;
+}
+
+// ---- the device planner: slices as the device reads them, the list as the host makes it ----
+
+MAGI_EXPORT int magi_ffa_device_work_layout(const DeviceWorkArgs* args, DeviceWorkLayout* layout) {
+    *layout = plan_workspace(*args).list;
+    return 0;
+}
+
+MAGI_EXPORT int magi_ffa_device_work(const DeviceWorkArgs* args, void*) {
+    DeviceWorkArgs untransposed = *args;
+    untransposed.is_transposed = 0;
+    const DeviceWorkLayout layout = plan_workspace(*args).list;
+    int32_t status = 0;
+    std::vector<Slice> slices;
+    for (int64_t idx = 0; idx < args->num_slices; ++idx) slices.push_back(read_slice(untransposed, idx, status));
+    const TileWork work = build_tile_work(slices, layout.num_rows, {args->tile_rows, args->block_cols}, args->is_transposed != 0);
+    int32_t* list = args->workspace;
+    const int32_t header[4] = {status, static_cast<int32_t>(work.segments.size()), static_cast<int32_t>(work.pieces.size()), 0};
+    const auto put = [list](int64_t offset, const auto* records, size_t count) {
+        if (count) std::memcpy(list + offset, records, count * sizeof(*records));
+    };
+    put(0, header, 4);
+    put(layout.offset_order, work.order.data(), work.order.size());
+    put(layout.offset_segment_offsets, work.segment_offsets.data(), work.segment_offsets.size());
+    put(layout.offset_segments, work.segments.data(), work.segments.size());
+    put(layout.offset_pieces, work.pieces.data(), work.pieces.size());
+    return 0;
+}
+
+MAGI_EXPORT int magi_ffa_poison(const PoisonArgs* args, void*) {
+    for (int32_t idx = 0; (*args->status & args->bits) && idx < args->num_buffers; ++idx)
+        std::memset(args->data[idx], 0xff, args->num_bytes[idx]);
     return 0;
 }

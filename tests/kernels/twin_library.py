@@ -23,15 +23,18 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compil
 
 
 def compiled(source: Path, *options: str) -> Path:
-    """The source compiled against csrc/."""
+    """The source compiled against csrc/; `options` may name other sources."""
     target = Path(tempfile.mkdtemp()) / source.stem
     subprocess.run([str(COMPILER), "-std=c++20", "-O2", f"-I{ROOT / 'csrc'}", *options, str(source), "-o", str(target)], check=True)
     return target
 
 
+_PLANNER = [str(ROOT / "csrc" / "solver" / name) for name in ("tile_work.cpp", "work_list.cpp")]
+
+
 @functools.cache
 def _twin() -> _ffa_library.LoadedLibrary:
-    found = _ffa_library.load(compiled(Path(__file__).with_name("ffa_twin.cpp"), "-fPIC", "-shared"))
+    found = _ffa_library.load(compiled(Path(__file__).with_name("ffa_twin.cpp"), "-fPIC", "-shared", *_PLANNER))
     assert found.handle is not None, found.error
     return found
 

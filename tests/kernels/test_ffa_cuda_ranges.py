@@ -1,0 +1,151 @@
+"""Range tensors on a GPU that the host never reads: right masks, no wait, late reports, graphs that read them anew, cost on the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from magi_attention.api import AttnMask, InputError, clear_cache, flex_flash_attn_func
+from magi_attention.mask.typed_ranges import bands_from_types
+from magi_attention.testing.masks import random_typed_ranges
+from tests.kernels.cuda import assert_same_bits, on_cuda, on_gpu
+from tests.kernels.problems import make_case
+from tests.no_host_wait import no_host_wait
+
+__all__ = ["on_cuda"]
+pytestmark = [*on_gpu, pytest.mark.usefixtures("on_cuda")]
+RANGES, TYPES = [[0, 300], [300, 650], [300, 700]], [1, 1, 0]
+K_RANGES = [[0, 300], [300, 650], [0, 30]]
+TOTAL = 700
+
+
+def fresh(dtype: torch.dtype = torch.int32, ranges: Any = RANGES, k_ranges: Any = K_RANGES, types: Any = TYPES) -> list[Tensor]:
+    return [torch.tensor(np.array(x), device="cuda", dtype=dtype) for x in (ranges, k_ranges, types)]
+
+
+def draw(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shapes = [(TOTAL, num, 128) for num in (8, 2, 2, 8)]
+    q, k, v, dout = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout]
+
+
+def run(tensors: list[Tensor], *ranges: Any, **options: Any) -> dict[str, Tensor]:
+    q, k, v, dout = tensors
+    out, meta = flex_flash_attn_func(q, k, v, *ranges, deterministic=True, **options)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), meta.lse.detach(), *grads), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_random_ranges(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    for idx in range(30):
+        totals = (int(rng.integers(1, 500)), int(rng.integers(1, 500)))
+        ranges = random_typed_ranges(rng, *totals, max_slices=20)
+        on_device = fresh(dtype, *ranges)
+        case = make_case(AttnMask.from_slices(bands_from_types(*ranges), *totals), (4, 2), (64, 64), with_dlse=True)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, sink: None, on_device: list[Tensor] = on_device, idx: int = idx) -> tuple[Tensor, ...]:
+            out, meta = flex_flash_attn_func(q, k, v, *on_device, deterministic=bool(idx % 2))
+            return out, meta.lse
+
+        case.check(f"set {idx}: {[x.tolist() for x in ranges]}", case.run(attend))
+
+
+def test_no_host_wait_with_new_tensors_each_time() -> None:
+    clear_cache()
+    tensors, given = draw(), [fresh() for _ in range(4)]
+    torch.cuda.synchronize()
+    with no_host_wait():
+        found = [run(tensors, *ranges) for ranges in given]
+        found.append(run(tensors, *given[-1]))
+    for other in found[1:]:
+        assert_same_bits("the same ranges in other tensors", other, found[0])
+
+
+def test_a_write_is_seen() -> None:
+    tensors, ranges = draw(), fresh()
+    run(tensors, *ranges)
+    ranges[2].zero_()
+    ranges[1][2] = torch.tensor([660, 690], device="cuda")
+    found = run(tensors, *ranges)
+    expected = run(tensors, RANGES, [K_RANGES[0], K_RANGES[1], [660, 690]], [0, 0, 0])
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=2e-2, atol=2e-2)
+
+
+def test_wrong_ranges_give_nan_and_an_error_at_the_next_call() -> None:
+    clear_cache()
+    tensors = draw()
+    expected = run(tensors, *fresh())
+    wrong = fresh(ranges=[[0, 300], [300, 650], [300, 701]])
+    found = run(tensors, *wrong)
+    torch.cuda.synchronize()
+    assert all(found[name].isnan().all() for name in found)
+    with pytest.raises(InputError, match=r"outside of q or k.*earlier call"):
+        run(tensors, *fresh())
+    assert_same_bits("after the report", run(tensors, *fresh()), expected)
+
+
+def test_check_mode_reads_ranges_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAGI_CHECK", "1")
+    with pytest.raises(InputError, match=r"q_ranges\[2\]=\[300, 701\)"):
+        run(draw(), *fresh(ranges=[[0, 300], [300, 650], [300, 701]]))
+
+
+def test_compiled_graphs_read_them_on_the_gpu() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *ranges: Tensor) -> tuple[Tensor, Tensor]:
+        out, meta = flex_flash_attn_func(q, k, v, *ranges, deterministic=True)
+        return out, meta.lse
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    q, k, v, dout = draw()
+    for waits_are_errors in (False, True):
+        with no_host_wait(waits_are_errors):
+            out, lse = compiled(q, k, v, *(ranges := fresh()))
+            grads = torch.autograd.grad(out, (q, k, v), dout)
+    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads), strict=True))
+    assert_same_bits("compiled", found, run([q, k, v, dout], *ranges))
+
+
+def test_a_graph_reads_its_ranges_at_each_replay() -> None:
+    q, k, v, _ = (x.detach() for x in draw())
+    ranges = fresh()
+    expected, _ = flex_flash_attn_func(q, k, v, *fresh(types=[0, 0, 0], k_ranges=[[0, 300], [300, 650], [650, 700]]))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        flex_flash_attn_func(q, k, v, *ranges)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = flex_flash_attn_func(q, k, v, *ranges)
+    ranges[2].zero_()
+    ranges[1][2] = torch.tensor([650, 700], device="cuda")
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["the same tensors", "new tensors"])
+def test_a_call_with_ranges_costs_80_us_of_the_host(is_new: bool, record_property: Callable[[str, object], None]) -> None:
+    q, k, v, _ = (x.detach() for x in draw())
+    given = [fresh() for _ in range(400)] if is_new else [fresh()] * 400
+    times = []
+    for idx, ranges in enumerate(given):
+        if idx % 20 == 0:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        flex_flash_attn_func(q, k, v, *ranges)
+        times.append(time.perf_counter() - start)
+    spent = statistics.median(times[50:]) * 1e6
+    record_property("host_us", spent)
+    print(f"forward with range tensors, new={is_new}: {spent:.1f} us")
+    assert spent <= 80

@@ -1,0 +1,142 @@
+"""Masks of range tensors that the host does not read, on host memory: lists of the device planner's twin, late reports, poison, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from magi_attention.api import AttnMask, InputError, flex_flash_attn_func
+from magi_attention.api.device_ranges import slices_on_device
+from magi_attention.kernels import ffa_device_work, ops
+from magi_attention.kernels.attention import AttentionOptions, attention_forward_fresh
+from magi_attention.kernels.device_mask import DeviceMask, check_reports, device_mask
+from magi_attention.kernels.ops import single_device_attention
+from magi_attention.mask.typed_ranges import bands_from_types
+from magi_attention.runtime.direct import Request, attend_directly
+from magi_attention.testing.masks import random_typed_ranges
+from tests.kernels.problems import make_case, typed
+from tests.kernels.twin_library import install_twin, needs_compiler, remove_twin
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("one_thread")]
+
+
+@pytest.fixture(autouse=True)
+def twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    ffa_device_work._symbols.cache_clear()
+    install_twin(monkeypatch)
+    yield
+    remove_twin()
+    ffa_device_work._symbols.cache_clear()
+
+
+def on_host(q_ranges: Any, k_ranges: Any, types: Any, totals: tuple[int, int], dtype: torch.dtype = torch.int64) -> DeviceMask:
+    """What device_mask makes of tensors on a GPU, made of tensors on the host."""
+    return DeviceMask(*totals, tuple(torch.tensor(np.array(x), dtype=dtype).contiguous() for x in (q_ranges, k_ranges, types)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_random_ranges(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    for idx in range(15):
+        totals = (int(rng.integers(1, 90)), int(rng.integers(1, 90)))
+        ranges = random_typed_ranges(rng, *totals, max_slices=8)
+        mask = AttnMask.from_slices(bands_from_types(*ranges), *totals)
+        on_device = on_host(*ranges, totals, dtype)
+        case = make_case(mask, (4, 2), (64, 64), with_dlse=True)
+        request = Request(deterministic=bool(idx % 2))
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, sink: None, on_device: DeviceMask = on_device, request: Request = request
+        ) -> tuple[Tensor, ...]:
+            found = attend_directly(q, k, v, sink, on_device, request)
+            assert found is not None
+            return found[0], found[1]
+
+        case.check(f"set {idx}", case.run(attend))
+    check_reports(torch.device("cpu"))
+
+
+def test_a_wrong_range_poisons_and_is_told_by_the_next_call() -> None:
+    q = torch.randn(20, 2, 64).bfloat16().requires_grad_()
+    for wrong, told in (([[0, 21]], "reaches outside"), ([[9, 3]], "reversed"), ([[-1, 3]], "reaches outside")):
+        mask = on_host(wrong, [[0, 20]], [0], (20, 20))
+        out, lse, top = attend_directly(q, q, q, None, mask, Request(return_max_logits=True)) or (q, q, q)
+        assert out.isnan().all() and lse.isnan().all() and top is not None and top.isnan().all()
+        with pytest.raises(InputError, match=told):
+            attend_directly(q, q, q, None, mask, Request())
+        again = attend_directly(q, q, q, None, mask, Request())  # told once; what runs with the list stays NaN
+        assert again is not None and again[0].isnan().all()
+    with pytest.raises(InputError, match=r"attn_type_map: a type is unknown"):
+        attend_directly(q, q, q, None, on_host([[0, 20]], [[0, 20]], [4], (20, 20)), Request())
+        check_reports(q.device)
+
+
+def test_gradients_of_a_wrong_range_are_poisoned() -> None:
+    q = torch.randn(20, 2, 64).bfloat16().requires_grad_()
+    found = attend_directly(q, q, q, None, on_host([[0, 21]], [[0, 20]], [0], (20, 20)), Request())
+    assert found is not None
+    with pytest.raises(InputError, match="reaches outside"):
+        check_reports(q.device)
+    (grad,) = torch.autograd.grad(found[0].float().sum(), q)
+    assert grad.isnan().all()
+    with pytest.raises(InputError, match="reaches outside"):
+        check_reports(q.device)
+
+
+def test_ranges_written_between_forward_and_backward_are_an_error() -> None:
+    q = torch.randn(20, 2, 64).bfloat16().requires_grad_()
+    mask = on_host([[0, 20]], [[0, 20]], [1], (20, 20))
+    found = attend_directly(q, q, q, None, mask, Request())
+    assert found is not None
+    mask.tensors[0].add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found[0].float().sum().backward()
+
+
+def test_what_the_planner_does_not_read_goes_to_the_host() -> None:
+    pairs = torch.zeros(3, 2, dtype=torch.int32, device="meta")
+    assert device_mask((pairs, pairs), 5, 5) is not None and device_mask((pairs, pairs, pairs[:, 0].long()), 5, 5) is not None
+    for tensors in (
+        (pairs, pairs.long()),
+        (pairs.float(), pairs.float()),
+        (pairs, pairs[:2]),
+        (pairs, pairs, pairs),
+        (pairs, torch.zeros(3, 2, dtype=torch.int32)),
+        (torch.zeros(3, 2, dtype=torch.int32),) * 2,
+        (torch.zeros(3, 6, dtype=torch.int64, device="meta"),),
+    ):
+        assert device_mask(tensors, 5, 5) is None
+
+
+def test_slices_of_ranges_are_those_of_the_host() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        ranges = random_typed_ranges(rng, 90, 70)
+        tensors = [torch.from_numpy(x.copy()) for x in ranges]
+        assert np.array_equal(slices_on_device(*tensors).numpy(), bands_from_types(*ranges))
+    assert slices_on_device(tensors[0], tensors[1], None).shape == (len(ranges[0]), 6)
+    unknown = slices_on_device(torch.tensor([[0, 5]]), torch.tensor([[0, 5]]), torch.tensor([4]))
+    assert unknown[0, 0] == -1
+    with pytest.raises(InputError, match=r"k_ranges: torch\.float32"):
+        slices_on_device(tensors[0], tensors[1].float(), None)
+
+
+def test_the_operation_walks_slices_on_a_gpu_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = typed([(0, 30, 0, 20, "full"), (30, 40, 5, 45, "causal")], 40, 50)
+    case = make_case(mask, (4, 2), (64, 64))
+    q, k, v = case.tensors.values()
+    slices = torch.from_numpy(mask.slices.copy())
+    expected = single_device_attention(q, k, v, slices)
+    monkeypatch.setattr(ops, "_records", lambda slices, total_q, total_k: DeviceMask(total_q, total_k, (slices,)))
+    found = single_device_attention(q, k, v, slices)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    monkeypatch.setattr("magi_attention.kernels.attention.choose", lambda *_: "blocked")  # which the host reads them for
+    blocked = attention_forward_fresh(q, k, v, DeviceMask(40, 50, (slices,)), AttentionOptions(64**-0.5))
+    torch.testing.assert_close(blocked[0], expected[0].float(), rtol=2e-2, atol=2e-2)
+    out, _ = flex_flash_attn_func(q, k, v, mask=mask)
+    assert torch.equal(out, expected[0])

@@ -70,7 +70,9 @@ def flex_flash_attn_func(
 
     The mask is exactly one of: (q_ranges, k_ranges[, attn_type_map]), index_attn_indices, mask, plan. Ranges and tables are checked
     once per content: a repeated call, or any call with the same unchanged CUDA tensors, checks nothing and does not stop the host.
-    (Writes that PyTorch cannot see, by a raw kernel into such a tensor, need a new tensor or clear_cache().)
+    (Writes that PyTorch cannot see, by a raw kernel into such a tensor, need a new tensor or clear_cache().) Where a compiled kernel
+    runs, ranges that are all int32 or int64 CUDA tensors never reach the host: results of a wrong range are NaN, the error comes with
+    the next call or the backward, and cells covered twice are not looked for; MAGI_CHECK=1 checks such ranges in full, first.
 
     Under autocast, q, k and v are cast to the autocast dtype (float64 stays). Any strides are accepted; dout may be broadcast.
     torch.compile(fullgraph=True) sees registered operations; there, ranges are tensors or lists, and an AttnMask is passed as plan=.

@@ -60,14 +60,16 @@ class DeviceArray:
     """Memory of a device that is written once and read by kernels on any stream.
 
     A stream that uses it for the first time waits for the writing, and tells the allocator. While a CUDA graph is captured neither is
-    possible nor needed: a capture starts after a synchronisation, and what a graph reads must live as long as the process.
+    possible nor needed: a capture starts after a synchronisation, and what a graph reads must live as long as the process. What is
+    written inside of a capture belongs to its graph, which orders and keeps it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self._known_streams = {raw_stream(tensor.device)}
-        self._written = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
-        if self._written is not None:
+        self._written: torch.cuda.Event | None = None
+        if tensor.is_cuda and not is_capturing(tensor.device):
+            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._written.record(torch.cuda.current_stream(tensor.device))
 
     def is_written(self) -> bool:
@@ -76,12 +78,14 @@ class DeviceArray:
 
     def used_on(self, stream: int) -> None:
         """Make the memory good for kernels that follow on this stream (the current one)."""
-        if stream in self._known_streams or self._written is None:
+        if self._written is None or (stream == _DEFAULT_STREAM and stream in self._known_streams):
             return
         device = self.tensor.device
         if is_capturing(device):
             with _captured_lock:
                 _captured[id(self)] = self
+            return
+        if stream in self._known_streams:
             return
         current = torch.cuda.current_stream(device)
         current.wait_event(self._written)
@@ -89,6 +93,7 @@ class DeviceArray:
         self._known_streams.add(stream)
 
 
+_DEFAULT_STREAM = 0  # on which nothing can be captured
 _captured: dict[int, DeviceArray] = {}
 _captured_lock = threading.Lock()
 

@@ -7,6 +7,7 @@ import torch
 
 from magi_attention.api import AttnMask, flex_flash_attn_func
 from magi_attention.mask import builders
+from tests.kernels.cuda import why_not
 
 HEADS_Q, HEADS_KV, HEAD_DIM, DOCUMENT = 64, 8, 128, 4096
 NEEDED_BYTES = 60 * 2**30
@@ -22,8 +23,8 @@ def run(tensors: list[torch.Tensor], dout: torch.Tensor, mask: AttnMask) -> list
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("total", [262_143, 262_144, 262_145, 300_000])
 def test_n05_offsets_beyond_32_bits(total: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    if why_not():
+        pytest.skip(why_not())
     if torch.cuda.get_device_properties(0).total_memory < NEEDED_BYTES:
         pytest.skip(f"needs a GPU with {NEEDED_BYTES >> 30} GiB")
     generator = torch.Generator("cuda").manual_seed(0)

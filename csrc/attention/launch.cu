@@ -93,5 +93,9 @@ MAGI_EXPORT int magi_ffa_forward_tile(int32_t head_dim, int32_t pair[2]) {
 }
 
 MAGI_EXPORT int magi_ffa_backward_tile(int32_t head_dim, int32_t pair[2]) {
-    return magi::tile(magi::sm90::kBackwardTileRows, magi::sm90::backward_block_cols(head_dim), head_dim, pair);
+    return magi::tile(magi::sm90::kBackwardTileRows, magi::sm90::kBackwardBlockCols, head_dim, pair);
+}
+
+MAGI_EXPORT int magi_ffa_dq_tile(int32_t head_dim, int32_t pair[2]) {
+    return magi::tile(magi::sm90::kDqTileRows, magi::sm90::kDqBlockCols, head_dim, pair);
 }

@@ -33,7 +33,7 @@ struct Work {
     const WorkSegment* segments;
     const WorkPiece* pieces;
     int32_t num_tiles;
-    int32_t num_rows;                // rows that exist; the last tile may be short
+    int32_t num_rows;  // rows that exist; the last tile may be short
 };
 
 }  // namespace magi

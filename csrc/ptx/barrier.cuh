@@ -45,18 +45,18 @@ __device__ __forceinline__ void named_arrive(int id, int threads) { asm volatile
 // Ordinary stores to shared memory before it become visible to wgmma and the copy engine after it (each writing thread, then a barrier).
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A ring of buffers: which one is next, and the parity its barrier will show when that round is complete.
+// A ring of buffers, known by how often it moved: one register.
 template <int kStages>
 struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
+    uint32_t moved = 0;
 
-    __device__ __forceinline__ void advance() {
-        if (++stage == kStages) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
+    __device__ __forceinline__ int stage() const { return static_cast<int>(moved % kStages); }
+    // Parity its barrier shows once this round of the stage is filled; a free stage shows the other one.
+    __device__ __forceinline__ uint32_t parity() const { return moved / kStages & 1; }
+    __device__ __forceinline__ uint32_t free_parity() const { return ~(moved / kStages) & 1; }
+    __device__ __forceinline__ void advance() { ++moved; }
+    __device__ __forceinline__ Ring previous() const { return {moved - 1}; }
+    __device__ __forceinline__ Ring next() const { return {moved + 1}; }
 };
 
 }  // namespace magi::ptx

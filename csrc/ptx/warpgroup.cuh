@@ -28,6 +28,11 @@ __device__ __forceinline__ void store_zeros(uint32_t shared) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
 }
 
+// A value that all lanes of the warp hold alike, told to the compiler: what follows from it lives in uniform registers, and matrix
+// descriptors need not be moved there one by one.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+__device__ __forceinline__ bool uniform_bool(bool value) { return __any_sync(~0u, value); }
+
 // `width` ones from bit `first` on; bits past 31 are cut off.
 __device__ __forceinline__ uint32_t bit_range(uint32_t first, uint32_t width) {
     uint32_t mask;

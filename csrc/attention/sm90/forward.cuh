@@ -45,7 +45,8 @@ struct alignas(1024) ForwardShared {
     typename Traits::T k[Traits::kStages][Traits::kCols * Traits::kDim];
     typename Traits::T v[Traits::kStages][Traits::kCols * Traits::kDim];
     typename Traits::T out[Traits::kRows * Traits::kDim];
-    Block block[Traits::kStages];
+    BlockSlot block[Traits::kStages];
+    ItemQueue queue;
     Item item;  // tile < 0: no more work
     int32_t has_blocks;
     uint64_t q_full, q_empty;
@@ -69,47 +70,54 @@ struct ForwardParams {
     float* max_logits;
 };
 
-// One thread walks work items, segments and blocks, and keeps the rings full. It has few registers: little is kept over a loop.
+// One thread walks segments and blocks, and keeps the rings full. It has 24 registers: what the inner loop does not need stays in shared
+// memory.
 template <class Traits>
 __device__ __forceinline__ void load_forward(const ForwardParams& params, ForwardShared<Traits>& shared) {
     constexpr int kBlockBytes = Traits::kCols * Traits::kDim * 2;
     ptx::Ring<Traits::kStages> ring;
-    uint32_t q_parity = 1;
-    for (int32_t index = blockIdx.x; index < params.schedule.num_items; index = gridDim.x + atomicAdd(params.schedule.counter, 1)) {
-        const Item item = item_at(params.schedule, params.work, index);
-        int32_t segment_idx = __ldg(params.work.segment_offsets + item.tile);
-        const int32_t segment_end = __ldg(params.work.segment_offsets + item.tile + 1);
-        const int32_t kv_head = item.head / params.heads_per_group;
-
-        ptx::mbarrier_wait(&shared.q_empty, q_parity);
-        q_parity ^= 1;
-        shared.item = item;
-        shared.has_blocks = segment_idx < segment_end;
-        if (segment_idx == segment_end) {
+#pragma unroll 1
+    for (uint32_t items = 0;; ++items) {
+        ptx::mbarrier_wait(&shared.queue.full, items & 1);
+        volatile int32_t* record = shared.queue.item;
+        ptx::mbarrier_wait(&shared.q_empty, ~items & 1);
+        int32_t segment_idx = record[2];
+        shared.item = {record[0], record[1]};
+        shared.has_blocks = segment_idx < record[3];
+        if (segment_idx == record[3]) {
             ptx::mbarrier_arrive(&shared.q_full);
+            if (record[0] < 0) return;
+            ptx::mbarrier_arrive(&shared.queue.empty);
             continue;
         }
         ptx::mbarrier_arrive_expect(&shared.q_full, Traits::kRows * Traits::kDim * 2);
-        ptx::tma_load(shared.q, &params.q, &shared.q_full, 0, item.tile * Traits::kRows, 0, item.head);
+        ptx::tma_load(shared.q, &params.q, &shared.q_full, 0, record[0] * Traits::kRows, 0, record[1]);
 
-        for (; segment_idx < segment_end; ++segment_idx) {
-            const int4 segment = __ldg(reinterpret_cast<const int4*>(params.work.segments) + segment_idx);
-            for (int32_t col = segment.x; col < segment.y; col += Traits::kCols) {
-                const bool is_last = segment_idx + 1 == segment_end && col + Traits::kCols >= segment.y;
-                ptx::mbarrier_wait(&shared.k_empty[ring.stage], ring.parity ^ 1);
-                shared.block[ring.stage] = {col, min(segment.y - col, Traits::kCols) | (is_last ? Block::kLast : 0), segment.z, segment.w};
-                ptx::mbarrier_arrive_expect(&shared.k_full[ring.stage], kBlockBytes);
-                ptx::tma_load(shared.k[ring.stage], &params.k, &shared.k_full[ring.stage], 0, col, 0, kv_head);
-                ptx::mbarrier_wait(&shared.v_empty[ring.stage], ring.parity ^ 1);
-                ptx::mbarrier_arrive_expect(&shared.v_full[ring.stage], kBlockBytes);
-                ptx::tma_load(shared.v[ring.stage], &params.v, &shared.v_full[ring.stage], 0, col, 0, kv_head);
+        const int32_t kv_head = record[1] / params.heads_per_group;
+        int4 segment = shared.queue.first_segment;
+#pragma unroll 1
+        while (true) {
+            const bool is_final = segment_idx + 1 == record[3];
+            const int32_t ask_at = is_final ? ItemQueue::ask_at(segment.x, segment.y, Traits::kCols) : -1;
+#pragma unroll 1
+            for (; segment.x < segment.y; segment.x += Traits::kCols) {
+                const bool is_last = is_final && segment.x + Traits::kCols >= segment.y;
+                ptx::mbarrier_wait(&shared.k_empty[ring.stage()], ring.free_parity());
+                shared.block[ring.stage()].set(
+                    {segment.x, min(segment.y - segment.x, Traits::kCols) | (is_last ? Block::kLast : 0), segment.z, segment.w},
+                    params.work.pieces);
+                ptx::mbarrier_arrive_expect(&shared.k_full[ring.stage()], kBlockBytes);
+                ptx::tma_load(shared.k[ring.stage()], &params.k, &shared.k_full[ring.stage()], 0, segment.x, 0, kv_head);
+                ptx::mbarrier_wait(&shared.v_empty[ring.stage()], ring.free_parity());
+                ptx::mbarrier_arrive_expect(&shared.v_full[ring.stage()], kBlockBytes);
+                ptx::tma_load(shared.v[ring.stage()], &params.v, &shared.v_full[ring.stage()], 0, segment.x, 0, kv_head);
                 ring.advance();
+                if (segment.x == ask_at) ptx::mbarrier_arrive(&shared.queue.empty);  // nothing of the record is read after this
             }
+            if (is_final) break;
+            segment = __ldg(reinterpret_cast<const int4*>(params.work.segments) + ++segment_idx);
         }
     }
-    ptx::mbarrier_wait(&shared.q_empty, q_parity);
-    shared.item = {-1, 0};
-    ptx::mbarrier_arrive(&shared.q_full);
 }
 
 // The multiplying side of one warpgroup.
@@ -192,7 +200,18 @@ struct ForwardMath {
         for (int i = 0; i < kScores / 2; ++i) weights[i] = ptx::pack<T>(scores[2 * i], scores[2 * i + 1]);
     }
 
+    // What one block hands to the next.
+    struct Pass {
+        float scores[kScores];
+        uint32_t weights[kScores / 2];
+        Block block;
+        int warp_row;
+        bool is_first;
+    };
+
     __device__ __forceinline__ void run();
+    template <bool kIsEdge>
+    __device__ __forceinline__ void step(Pass& pass, float (&out)[kOut], SoftmaxRows& rows, const Block& block);
     __device__ __forceinline__ void attend(const Item& item, float (&out)[kOut], SoftmaxRows& rows);
     __device__ __forceinline__ void finish(const Item& item, float (&out)[kOut], SoftmaxRows& rows);
     __device__ __forceinline__ void finish_empty(const Item& item);
@@ -200,67 +219,74 @@ struct ForwardMath {
     __device__ __forceinline__ void store_through_shared(const Item& item, const float (&out)[kOut]);
 };
 
+// One block after the first: its scores beside the values of the block before. Interior blocks run no masking code.
 template <class Traits>
-__device__ __forceinline__ void ForwardMath<Traits>::attend(const Item& item, float (&out)[kOut], SoftmaxRows& rows) {
-    const int warp_row = item.tile * Traits::kRows + group * 64 + warp * 16;
-    float scores[kScores];
-    uint32_t weights[kScores / 2];
-
-    ptx::mbarrier_wait(&shared.k_full[ring.stage], ring.parity);
-    Block block = shared.block[ring.stage];
+template <bool kIsEdge>
+__device__ __forceinline__ void ForwardMath<Traits>::step(Pass& pass, float (&out)[kOut], SoftmaxRows& rows, const Block& block) {
+    const ptx::Ring<Traits::kStages> previous = ring.previous();
     wait_for_turn();
-    issue_scores(scores, ring.stage);
+    issue_scores(pass.scores, ring.stage());
+    ptx::mbarrier_wait(&shared.v_full[previous.stage()], previous.parity());
+    clear_missing_values(pass.block, previous.stage());
+    issue_values(out, pass.weights, previous.stage(), !pass.is_first);
+    pass.is_first = false;
     pass_turn();
     ColumnBits<2, kWords> bits;
-    if (block.is_edge()) bits = visible_columns<kWords>(params.work.pieces, block, warp_row, lane);
-    ptx::wgmma_wait<0>();
-    ptx::pin(scores);
-    release(&shared.k_empty[ring.stage]);
-    cap_scores(scores);
-    if (block.is_edge()) hide_columns<kWords>(scores, bits, lane, -INFINITY);
+    if constexpr (kIsEdge) bits = visible_columns<kWords>(params.work.pieces, shared.block[ring.stage()], block, pass.warp_row, lane);
+    ptx::wgmma_wait<1>();
+    ptx::pin(pass.scores);
+    release(&shared.k_empty[ring.stage()]);
+    cap_scores(pass.scores);
+    if constexpr (kIsEdge) hide_columns<kWords>(pass.scores, bits, lane, -INFINITY);
     float rescale[2];
-    rows.update(scores, params.scale_log2, rescale);
-    pack_weights(weights, scores);
-
-    bool is_first = true;
-    while (!block.is_last()) {
-        const ptx::Ring<Traits::kStages> previous = ring;
-        const Block previous_block = block;
-        ring.advance();
-        ptx::mbarrier_wait(&shared.k_full[ring.stage], ring.parity);
-        block = shared.block[ring.stage];
-        wait_for_turn();
-        issue_scores(scores, ring.stage);
-        ptx::mbarrier_wait(&shared.v_full[previous.stage], previous.parity);
-        clear_missing_values(previous_block, previous.stage);
-        issue_values(out, weights, previous.stage, !is_first);
-        is_first = false;
-        pass_turn();
-        if (block.is_edge()) {
-            // With three groups there are no registers left for this beside a product in flight.
-            if constexpr (Traits::kGroups == 3) ptx::wgmma_wait<0>();
-            bits = visible_columns<kWords>(params.work.pieces, block, warp_row, lane);
-        }
-        ptx::wgmma_wait<1>();
-        ptx::pin(scores);
-        release(&shared.k_empty[ring.stage]);
-        cap_scores(scores);
-        if (block.is_edge()) hide_columns<kWords>(scores, bits, lane, -INFINITY);
-        rows.update(scores, params.scale_log2, rescale);
-        ptx::wgmma_wait<0>();
-        ptx::pin(out);
-        release(&shared.v_empty[previous.stage]);
-        pack_weights(weights, scores);
-#pragma unroll
-        for (int i = 0; i < kOut; ++i) out[i] *= rescale[(i / 2) % 2];
-    }
-    release(&shared.q_empty);
-    ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.parity);
-    clear_missing_values(block, ring.stage);
-    issue_values(out, weights, ring.stage, !is_first);
+    rows.update(pass.scores, params.scale_log2, rescale);
     ptx::wgmma_wait<0>();
     ptx::pin(out);
-    release(&shared.v_empty[ring.stage]);
+    release(&shared.v_empty[previous.stage()]);
+    pack_weights(pass.weights, pass.scores);
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) out[i] *= rescale[(i / 2) % 2];
+}
+
+template <class Traits>
+__device__ __forceinline__ void ForwardMath<Traits>::attend(const Item& item, float (&out)[kOut], SoftmaxRows& rows) {
+    Pass pass;
+    pass.warp_row = item.tile * Traits::kRows + group * 64 + warp * 16;
+    ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.parity());
+    pass.block = shared.block[ring.stage()].block;
+    wait_for_turn();
+    issue_scores(pass.scores, ring.stage());
+    pass_turn();
+    ColumnBits<2, kWords> bits;
+    if (pass.block.is_edge())
+        bits = visible_columns<kWords>(params.work.pieces, shared.block[ring.stage()], pass.block, pass.warp_row, lane);
+    ptx::wgmma_wait<0>();
+    ptx::pin(pass.scores);
+    release(&shared.k_empty[ring.stage()]);
+    cap_scores(pass.scores);
+    if (pass.block.is_edge()) hide_columns<kWords>(pass.scores, bits, lane, -INFINITY);
+    float rescale[2];
+    rows.update(pass.scores, params.scale_log2, rescale);
+    pack_weights(pass.weights, pass.scores);
+
+    pass.is_first = true;
+    while (!ptx::uniform_bool(pass.block.is_last())) {
+        ring.advance();
+        ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.parity());
+        const Block block = shared.block[ring.stage()].block;
+        if (ptx::uniform_bool(block.is_edge()))
+            step<true>(pass, out, rows, block);
+        else
+            step<false>(pass, out, rows, block);
+        pass.block = block;
+    }
+    release(&shared.q_empty);
+    ptx::mbarrier_wait(&shared.v_full[ring.stage()], ring.parity());
+    clear_missing_values(pass.block, ring.stage());
+    issue_values(out, pass.weights, ring.stage(), !pass.is_first);
+    ptx::wgmma_wait<0>();
+    ptx::pin(out);
+    release(&shared.v_empty[ring.stage()]);
     ring.advance();
 }
 
@@ -359,8 +385,8 @@ __device__ __forceinline__ void ForwardMath<Traits>::run() {
     for (uint32_t q_parity = 0;; q_parity ^= 1) {
         ptx::mbarrier_wait(&shared.q_full, q_parity);
         __syncwarp();  // the epilogue before may have left lanes apart, and wgmma wants whole warps
-        const Item item = shared.item;
-        const bool has_blocks = shared.has_blocks != 0;
+        const Item item = {ptx::uniform(shared.item.tile), ptx::uniform(shared.item.head)};
+        const bool has_blocks = ptx::uniform_bool(shared.has_blocks != 0);
         if (item.tile < 0) break;
         if (!has_blocks) {
             __syncwarp();
@@ -380,13 +406,14 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __grid_constant__ ForwardParams params) {
     extern __shared__ __align__(1024) char raw[];  // addresses known to the compiler; aligned, for the swizzle
     auto& shared = *reinterpret_cast<ForwardShared<Traits>*>(raw);
-    const int group = threadIdx.x / 128;
+    const int group = ptx::uniform(static_cast<int>(threadIdx.x / 128));
     if (threadIdx.x == 0) {
         ptx::prefetch_map(&params.q);
         ptx::prefetch_map(&params.k);
         ptx::prefetch_map(&params.v);
         ptx::prefetch_map(&params.out);
         constexpr int kWarps = 4 * Traits::kGroups;
+        shared.queue.init();
         ptx::mbarrier_init(&shared.q_full, 1);
         ptx::mbarrier_init(&shared.q_empty, kWarps);
         for (int stage = 0; stage < Traits::kStages; ++stage) {
@@ -401,6 +428,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
     if (group == 0) {
         ptx::lower_registers<Traits::kLoadRegisters>();
         if (threadIdx.x == 0) load_forward<Traits>(params, shared);
+        if (threadIdx.x == 32) take_items(params.schedule, params.work, shared.queue);
     } else {
         ptx::raise_registers<Traits::kMathRegisters>();
         ForwardMath<Traits> math{params, shared, group - 1, static_cast<int>(threadIdx.x % 32), static_cast<int>(threadIdx.x % 128 / 32),

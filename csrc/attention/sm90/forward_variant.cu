@@ -30,7 +30,7 @@ int MAGI_VARIANT_NAME(forward)(const ForwardArgs& args, cudaStream_t stream) {
     params.sink_lse = args.sink_lse;
     params.sink_token_stride = args.sink_token_stride;
     params.max_logits = args.max_logits;
-    params.schedule = make_schedule(args.work, shape.num_heads_q, group, int64_t{4} * shape.total_k * kDim, args.counter);
+    params.schedule = make_schedule(args.work, shape.num_heads_q, group, int64_t{4} * shape.total_k * kDim, shape.num_sms, 8, args.counter);
     if (params.schedule.num_items == 0) return 0;
 
     // Without keys nothing is loaded; the maps still need some valid address.

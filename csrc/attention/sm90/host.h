@@ -26,11 +26,14 @@ int encode_map(CUtensorMap& map, const TokenTensor& tensor, Dtype dtype, int32_t
 // Map of fp32 [heads, planes, row] for boxes of box_elements of all planes of one head, no swizzle; `stride` floats between planes.
 int encode_planes_map(CUtensorMap& map, void* data, int32_t row, int64_t stride, int32_t planes, int32_t heads, int32_t box_elements);
 
-// Groups of heads whose keys and values stay in about half of an H200's L2 together.
-inline Schedule make_schedule(const Work& work, int32_t num_heads, int32_t heads_per_group, int64_t bytes_per_group, int32_t* counter) {
+// As many groups of heads together as stay in about half of an H200's L2, but enough for a section to end evenly by itself.
+inline Schedule make_schedule(const Work& work, int32_t num_heads, int32_t heads_per_group, int64_t bytes_per_group, int32_t num_sms,
+                              int32_t items_per_sm, int32_t* counter) {
     constexpr int64_t kBudget = int64_t{32} << 20;
-    const int64_t groups = std::max<int64_t>(1, kBudget / std::max<int64_t>(bytes_per_group, 1));
-    const auto section = static_cast<int32_t>(std::min<int64_t>(num_heads, groups * heads_per_group));
+    const int64_t in_cache = std::max<int64_t>(1, kBudget / std::max<int64_t>(bytes_per_group, 1));
+    const int64_t items_per_group = std::max<int64_t>(1, int64_t{work.num_tiles} * heads_per_group);
+    const int64_t even = (int64_t{items_per_sm} * num_sms + items_per_group - 1) / items_per_group;
+    const auto section = static_cast<int32_t>(std::min<int64_t>(num_heads, std::max(in_cache, even) * heads_per_group));
     return {num_heads, section, work.num_tiles * num_heads, counter};
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/work.h"
+#include "ptx/barrier.cuh"
 
 namespace magi {
 
@@ -29,6 +30,46 @@ __device__ __forceinline__ Item item_at(const Schedule& schedule, const Work& wo
     const int32_t within = index - section * full;
     const int32_t rank = within / heads;
     return {__ldg(work.order + rank), first_head + within - rank * heads};
+}
+
+// The next item on its way from the thread that takes it to the thread that loads it. Looking an item up is a chain of four reads of global
+// memory, so it is asked for a few blocks before the present one ends; no earlier, or heavy items would be bound to a CTA long before it
+// can begin them.
+struct ItemQueue {
+    alignas(16) int32_t item[4];  // tile (< 0: no more), head, first segment, end of segments
+    int4 first_segment;           // the record itself
+    uint64_t full, empty;
+
+    __device__ __forceinline__ void init() {
+        ptx::mbarrier_init(&full, 1);
+        ptx::mbarrier_init(&empty, 1);
+    }
+
+    // First column of the block of the last segment at which to ask for the next item.
+    static __device__ __forceinline__ int32_t ask_at(int32_t col_begin, int32_t col_end, int32_t block_cols) {
+        constexpr int32_t kBlocksAhead = 4;
+        const int32_t blocks = (col_end - col_begin + block_cols - 1) / block_cols;
+        return col_begin + max(blocks - kBlocksAhead, 0) * block_cols;
+    }
+};
+
+// One thread of its own warp.
+__device__ __forceinline__ void take_items(const Schedule& schedule, const Work& work, ItemQueue& queue) {
+#pragma unroll 1
+    for (uint32_t taken = 0;; ++taken) {
+        ptx::mbarrier_wait(&queue.empty, ~taken & 1);
+        const int32_t index =
+            taken == 0 ? static_cast<int32_t>(blockIdx.x) : static_cast<int32_t>(gridDim.x) + atomicAdd(schedule.counter, 1);
+        int4 record = {-1, 0, 0, 0};
+        if (index < schedule.num_items) {
+            const Item item = item_at(schedule, work, index);
+            record = {item.tile, item.head, __ldg(work.segment_offsets + item.tile), __ldg(work.segment_offsets + item.tile + 1)};
+            if (record.z < record.w) queue.first_segment = __ldg(reinterpret_cast<const int4*>(work.segments) + record.z);
+        }
+        *reinterpret_cast<int4*>(queue.item) = record;
+        ptx::mbarrier_arrive(&queue.full);
+        if (record.x < 0) return;
+    }
 }
 
 }  // namespace magi

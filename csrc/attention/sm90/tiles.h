@@ -6,6 +6,8 @@ namespace magi::sm90 {
 inline constexpr int kForwardTileRows = 128;
 inline constexpr int kForwardBlockCols = 128;
 inline constexpr int kBackwardTileRows = 128;
-constexpr int backward_block_cols(int head_dim) { return head_dim == 64 ? 128 : 64; }
+inline constexpr int kBackwardBlockCols = 64;
+inline constexpr int kDqTileRows = 128;
+inline constexpr int kDqBlockCols = 64;
 
 }  // namespace magi::sm90

@@ -1,0 +1,132 @@
+// The loading side of the backward kernel, and what both sides share: tile sizes, shared memory, parameters. No arithmetic on data here.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "attention/launch.h"
+#include "attention/sm90/block_mask.cuh"
+#include "attention/sm90/schedule.cuh"
+#include "attention/sm90/tiles.h"
+#include "ptx/barrier.cuh"
+#include "ptx/tma.cuh"
+
+namespace magi::sm90 {
+
+template <class T_, int kDim_, bool kSoftcap_, bool kWantsDq_>
+struct BackwardTraits {
+    using T = T_;
+    static constexpr int kDim = kDim_;
+    static constexpr bool kSoftcap = kSoftcap_;
+    static constexpr bool kWantsDq = kWantsDq_;                    // false: only dk and dv, dq has a kernel of its own
+    static constexpr int kRows = kBackwardTileRows;                // keys
+    static constexpr int kCols = kBackwardBlockCols;               // queries
+    static constexpr int kStatsCols = (kCols + 4 + 31) / 32 * 32;  // copies start at multiples of 4 floats and of 128 bytes
+    static constexpr int kGroups = kRows / 64;
+    static constexpr int kThreads = 128 * (kGroups + 1);
+    static constexpr int kStages = 2;
+    static constexpr int kHalves = kDim / 64;
+    static constexpr int kDqCols = kDim / 2;  // each of the two warpgroups makes half of the columns of dq
+    static constexpr int kLoadRegisters = 40;
+    static constexpr int kMathRegisters = 232;
+    static_assert(kGroups == 2 && kCols == 64);
+};
+
+template <class Traits>
+struct alignas(1024) BackwardShared {
+    typename Traits::T k[Traits::kRows * Traits::kDim];
+    typename Traits::T v[Traits::kRows * Traits::kDim];
+    typename Traits::T q[Traits::kStages][Traits::kCols * Traits::kDim];
+    typename Traits::T dout[Traits::kStages][Traits::kCols * Traits::kDim];
+    typename Traits::T dscores[2][Traits::kRows * Traits::kCols];      // two rounds: a warpgroup may write the next while the other reads
+    float dq[Traits::kGroups][2][64 * 32];                             // per warpgroup, two boxes of 32 columns
+    alignas(128) float stats[Traits::kStages][2][Traits::kStatsCols];  // lse in base 2, delta
+    BlockSlot block[Traits::kStages];
+    ItemQueue queue;
+    Item item;  // tile < 0: no more work; head is the kv head
+    int32_t has_blocks;
+    int32_t piece_begin, piece_end;  // pieces of a tile without interior blocks, which may have rows that nobody sees
+    uint64_t kv_full, kv_empty;
+    uint64_t q_full[Traits::kStages], q_empty[Traits::kStages];
+    uint64_t dout_full[Traits::kStages], dout_empty[Traits::kStages];
+};
+
+struct BackwardParams {
+    CUtensorMap q, k, v, dout, stats, dq;
+    Work work;
+    Schedule schedule;
+    int32_t total_q, total_k, num_heads_kv, heads_per_group;
+    float scale_log2;     // scale * log2(e), or softcap * log2(e)
+    float scale_softcap;  // scale / softcap
+    float scale;          // of dq and dk
+    void* dk;
+    void* dv;
+    int32_t dkv_is_fp32, accumulate_dkv;
+};
+
+// One thread walks heads of the group, segments and blocks, and keeps the rings full. It has few registers: what the inner loop does not
+// need stays in shared memory.
+template <class Traits>
+__device__ __forceinline__ void load_backward(const BackwardParams& params, BackwardShared<Traits>& shared) {
+    constexpr int kTileBytes = Traits::kRows * Traits::kDim * 2;
+    constexpr int kBlockBytes = Traits::kCols * Traits::kDim * 2;
+    constexpr int kStatsBytes = 2 * Traits::kStatsCols * 4;
+    ptx::Ring<Traits::kStages> ring;
+#pragma unroll 1
+    for (uint32_t items = 0;; ++items) {
+        ptx::mbarrier_wait(&shared.queue.full, items & 1);
+        volatile int32_t* record = shared.queue.item;
+        ptx::mbarrier_wait(&shared.kv_empty, ~items & 1);
+        shared.item = {record[0], record[1]};
+        shared.has_blocks = record[2] < record[3];
+        if (record[2] == record[3]) {
+            ptx::mbarrier_arrive(&shared.kv_full);
+            if (record[0] < 0) return;
+            ptx::mbarrier_arrive(&shared.queue.empty);
+            continue;
+        }
+        {
+            // Edge segments come first and list their pieces one after another; an interior one is seen by every row.
+            const int2 last = __ldg(reinterpret_cast<const int2*>(params.work.segments + record[3]) - 1);
+            shared.piece_begin = shared.queue.first_segment.z;
+            shared.piece_end = last.x == last.y ? shared.piece_begin : last.y;
+        }
+        ptx::mbarrier_arrive_expect(&shared.kv_full, 2 * kTileBytes);
+        ptx::tma_load(shared.k, &params.k, &shared.kv_full, 0, record[0] * Traits::kRows, 0, record[1]);
+        ptx::tma_load(shared.v, &params.v, &shared.kv_full, 0, record[0] * Traits::kRows, 0, record[1]);
+
+        int32_t head = record[1] * params.heads_per_group;
+        int32_t segment_idx = record[2];
+        int4 segment = shared.queue.first_segment;
+#pragma unroll 1
+        while (true) {
+            const bool is_final = segment_idx + 1 == record[3] && head + 1 == (record[1] + 1) * params.heads_per_group;
+            const int32_t ask_at = is_final ? ItemQueue::ask_at(segment.x, segment.y, Traits::kCols) : -1;
+#pragma unroll 1
+            for (; segment.x < segment.y; segment.x += Traits::kCols) {
+                int32_t flags = min(segment.y - segment.x, Traits::kCols) | head << 16;
+                if (is_final && segment.x + Traits::kCols >= segment.y) flags |= Block::kLast;
+                ptx::mbarrier_wait(&shared.q_empty[ring.stage()], ring.free_parity());
+                shared.block[ring.stage()].set({segment.x, flags, segment.z, segment.w}, params.work.pieces);
+                ptx::mbarrier_arrive_expect(&shared.q_full[ring.stage()], kBlockBytes + kStatsBytes);
+                ptx::tma_load(shared.q[ring.stage()], &params.q, &shared.q_full[ring.stage()], 0, segment.x, 0, head);
+                ptx::tma_load(shared.stats[ring.stage()], &params.stats, &shared.q_full[ring.stage()], segment.x & ~3, 0, 0, head);
+                ptx::mbarrier_wait(&shared.dout_empty[ring.stage()], ring.free_parity());
+                ptx::mbarrier_arrive_expect(&shared.dout_full[ring.stage()], kBlockBytes);
+                ptx::tma_load(shared.dout[ring.stage()], &params.dout, &shared.dout_full[ring.stage()], 0, segment.x, 0, head);
+                ring.advance();
+                if (segment.x == ask_at) ptx::mbarrier_arrive(&shared.queue.empty);  // nothing of the record is read after this
+            }
+            if (is_final) break;
+            if (++segment_idx == record[3]) {
+                segment_idx = record[2];
+                ++head;
+            }
+            segment = __ldg(reinterpret_cast<const int4*>(params.work.segments) + segment_idx);
+        }
+    }
+}
+
+}  // namespace magi::sm90

@@ -31,24 +31,34 @@ def check(mask: AttnMask, shape: tuple[int, int], transposed: bool) -> None:
     assert work.costs.tolist() == costs_of(WorkArrays.of(work))
     assert work.packed[:HEADER].tolist() == [0, work.num_segments, work.num_pieces, 0] and work.offset_segments % 4 == 0
     assert len(work.packed) == work.offset_pieces + 6 * work.num_pieces
-    for tile in range(work.num_tiles):
-        assert num_blocks(WorkArrays.of(work), tile)[0] == num_interior(mask, work, tile, transposed)
+    assert [num_blocks(WorkArrays.of(work), tile)[0] for tile in range(work.num_tiles)] == num_interior(mask, work, transposed)
 
 
-def num_interior(mask: AttnMask, work: TileWork, tile: int, transposed: bool) -> int:
-    """Whole blocks, on the grid of their run, that every row sees, with cells from slices whose rows in the tile all see the column."""
-    first, end = tile * work.tile_rows, min((tile + 1) * work.tile_rows, work.num_rows)
-    num_full, seen = np.zeros(mask.total_q if transposed else mask.total_k, int), np.zeros((), bool)
+def num_interior(mask: AttnMask, work: TileWork, transposed: bool) -> list[int]:
+    """Of each tile: whole blocks, on the grid of their run, that all rows see, of cells from slices whose rows there all see the column."""
+    starts = np.arange(0, work.num_rows, work.tile_rows)
+    if not len(starts):
+        return []
+    heights = np.minimum(work.tile_rows, work.num_rows - starts)
+    num_cols = mask.total_q if transposed else mask.total_k
+    num_full, seen = np.zeros((len(starts), num_cols), int), np.zeros((len(starts), num_cols), bool)
     for piece in mask.slices:
         dense = dense_mask(piece, mask.total_q, mask.total_k)
-        cells = (dense.T if transposed else dense)[first:end]
-        seen = seen | cells.any(0)
-        num_full += np.where(cells.sum(0) == cells.any(1).sum(), cells.sum(0), 0)
+        cells = dense.T if transposed else dense
+        num_seeing = np.add.reduceat(cells, starts, axis=0, dtype=int)  # [tile, column]
+        num_rows = np.add.reduceat(cells.any(1), starts, dtype=int)
+        seen |= num_seeing > 0
+        num_full += np.where(num_seeing == num_rows[:, None], num_seeing, 0)
+    return [_whole_blocks(*tile, work.block_cols) for tile in zip(seen, num_full == heights[:, None], strict=True)]
+
+
+def _whole_blocks(seen: np.ndarray, is_full: np.ndarray, block_cols: int) -> int:
+    """Blocks of full columns, counted from the first column of each run of seen ones."""
     found = 0
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], np.atleast_1d(seen), [False]])))
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], seen, [False]])))
     for run_begin, run_end in edges.reshape(-1, 2).tolist():
-        columns = num_full[run_begin : run_begin + (run_end - run_begin) // work.block_cols * work.block_cols]
-        found += int((columns.reshape(-1, work.block_cols) == end - first).all(1).sum())
+        columns = is_full[run_begin : run_begin + (run_end - run_begin) // block_cols * block_cols]
+        found += int(columns.reshape(-1, block_cols).all(1).sum())
     return found
 
 

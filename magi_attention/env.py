@@ -7,12 +7,15 @@ import os
 
 logger = logging.getLogger("magi_attention")
 
+# What os.environ keeps, bytes to bytes. Every call of attention asks, and os.environ takes 1 us to say that a name is not set.
+_SET: dict[bytes, bytes] | None = getattr(os.environ, "_data", None) if os.name == "posix" else None
+_CHECK = b"MAGI_CHECK"
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def check_enabled() -> bool:
     """True when MAGI_CHECK asks for cross-rank agreement, plan and NaN checks. Read at each call, so tests can switch it."""
-    return os.environ.get("MAGI_CHECK", "0") not in ("", "0")
+    return _SET.get(_CHECK, b"0") not in (b"", b"0") if _SET is not None else os.environ.get("MAGI_CHECK", "0") not in ("", "0")
 
 
 def configure_logging() -> None:

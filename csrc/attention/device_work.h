@@ -8,8 +8,8 @@
 // When the status is not 0 the list is still safe to walk: nothing outside the tensors is named. But it is not the mask that was
 // asked for, and the host does not know. A caller that does not wait
 //   1. runs magi_ffa_poison on the outputs after attention: they become NaN on the device, so nothing wrong is computed with;
-//   2. copies the status word to pinned memory on the same stream and looks at it at its next convenient point (the next call, the
-//      backward, a synchronisation of the user), where it raises an error that names the reason.
+//   2. lets the same kernel write the reasons to words of pinned memory, and looks at these at its next convenient point (the next call,
+//      the backward, a synchronisation of the user), where it raises an error. Nothing is copied, and a wrong list costs the host no more.
 #pragma once
 
 #include <cstdint>
@@ -52,6 +52,7 @@ struct PoisonArgs {
     int32_t num_buffers;  // up to 4
     void* data[4];        // floats of any format, aligned to 16 bytes
     int64_t num_bytes[4];
+    int32_t* reports;  // null, or 3 words that the host reads: word n becomes 1 when bit n of the status is set, and is never cleared here
 };
 
 }  // namespace magi

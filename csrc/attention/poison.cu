@@ -10,10 +10,15 @@ namespace magi {
 
 namespace {
 
+constexpr int kNumReasons = 3;  // bits of DeviceWorkStatus
+
 // All bits set is a NaN in every floating point format.
 __global__ void poison(const __grid_constant__ PoisonArgs args) {
     if ((*args.status & args.bits) == 0) return;
     const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x, step = int64_t{gridDim.x} * blockDim.x;
+    // A word per reason and plain stores: the host clears them while others may be written, and not every bus has atomics.
+    if (args.reports != nullptr && first < kNumReasons && (*args.status >> first & 1) != 0)
+        *static_cast<volatile int32_t*>(args.reports + first) = 1;
 #pragma unroll
     for (int buffer = 0; buffer < 4; ++buffer) {
         if (buffer >= args.num_buffers) break;

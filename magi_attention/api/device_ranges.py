@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from magi_attention import env
 from magi_attention.api.key_cache import BoundedCache
 from magi_attention.errors import InputError
 from magi_attention.mask.slices import UNBOUNDED
-from magi_attention.runtime.single import DeviceMask, device_mask
+from magi_attention.runtime.single import DeviceMask, device_mask, is_capturing
 
 _MAX_MASKS = 4  # each keeps its lists, of some ten MiB; the layers of a step share one
 _masks: BoundedCache[tuple[DeviceMask, tuple[torch.Tensor, ...]]] = BoundedCache(_MAX_MASKS)
@@ -27,15 +26,21 @@ def clear_device_masks() -> None:
 
 def ranges_on_device(q_ranges: Any, k_ranges: Any, types: Any, total_q: int, total_k: int) -> DeviceMask | None:
     """The mask of range tensors on a GPU, of int32 or int64, [n, 2], [n, 2] and [n]; None for all others, which the host reads."""
-    if not (isinstance(q_ranges, torch.Tensor) and isinstance(k_ranges, torch.Tensor) and isinstance(types, torch.Tensor | None)):
+    if not (
+        isinstance(q_ranges, torch.Tensor) and isinstance(k_ranges, torch.Tensor) and (types is None or isinstance(types, torch.Tensor))
+    ):
         return None
-    if not q_ranges.is_cuda or torch.compiler.is_compiling() or env.check_enabled():
+    if not q_ranges.is_cuda:
         return None
     tensors = (q_ranges, k_ranges) if types is None else (q_ranges, k_ranges, types)
-    if any(x.is_inference() for x in tensors) or torch.cuda.is_current_stream_capturing():
-        # Without version counters nothing is known to be unchanged; in a capture lists belong to the graph that makes them.
+    parts: list[object] = [total_q, total_k]
+    for x in tensors:
+        if x.is_inference():  # without version counters nothing is known to be unchanged
+            return device_mask(tensors, total_q, total_k)
+        parts += (id(x), x._version, x.data_ptr(), x.shape, x.stride())
+    if is_capturing(q_ranges.device):  # lists belong to the graph that makes them
         return device_mask(tensors, total_q, total_k)
-    key = (total_q, total_k, *((id(x), x._version, x.data_ptr(), x.shape, x.stride()) for x in tensors))
+    key = tuple(parts)
     found = _masks.get(key)
     if found is not None:
         return found[0]

@@ -24,7 +24,7 @@ from magi_attention.mask.slices import MAX_TOKENS
 from magi_attention.runtime.attention import dist_attention
 from magi_attention.runtime.direct import Request, attend_again, attend_directly
 from magi_attention.runtime.rows import require_tensor
-from magi_attention.runtime.single import DeviceMask, cast_for_autocast, check_tensors, single_device_attention
+from magi_attention.runtime.single import DeviceMask, WorkList, cast_for_autocast, check_tensors, single_device_attention
 
 _IGNORED = (
     "auto_range_merge", "swap_ab", "pack_gqa", "cat_gqa", "sparse_load", "ref_block_size", "max_seqlen_q", "max_seqlen_k",
@@ -113,15 +113,18 @@ def flex_flash_attn_func(
         auto_range_merge, swap_ab, pack_gqa, cat_gqa, sparse_load, ref_block_size, max_seqlen_q, max_seqlen_k, swap_bwd_qk_loop,
         disable_fwd_atomic_reduction, disable_bwd_dkv_atomic_reduction, index_attn,
     )  # fmt: skip
-    has_no_flag = _NO_FLAG.issuperset(map(type, flags))
-    has_other_mask = not (q_ranges is None and k_ranges is None and attn_type_map is None and index_attn_indices is None and mask is None)
-    is_plan_alone = has_no_flag and not has_other_mask and not torch.compiler.is_compiling()
-    if is_plan_alone and isinstance(plan, AttnPlan) and not env.check_enabled():
-        known = attend_again(q, k, v, sink, plan.work, request)
+    if not _NO_FLAG.issuperset(map(type, flags)):
+        _warn_ignored([name for name, value in zip(_IGNORED, flags, strict=True) if value is not None])
+    device_mask: DeviceMask | None = None
+    if index_attn_indices is None and mask is None and not torch.compiler.is_compiling() and not env.check_enabled():
+        work: WorkList | DeviceMask | None = None
+        if q_ranges is None:
+            work = plan.work if isinstance(plan, AttnPlan) and k_ranges is None and attn_type_map is None else None
+        elif plan is None and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == 3 == k.dim():
+            work = device_mask = ranges_on_device(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0])
+        known = None if work is None else attend_again(q, k, v, sink, work, request)
         if known is not None:
             return known[0], AttnForwardMeta(known[1], known[2])
-    if not has_no_flag:
-        _warn_ignored([name for name, value in zip(_IGNORED, flags, strict=True) if value is not None])
     _check_sizes(q, k, v)
     request = request.normal()
     call = functools.partial(_attend, request)
@@ -137,7 +140,6 @@ def flex_flash_attn_func(
     if index_attn_indices is not None:
         return _index_attention(q, k, v, index_attn_indices, (q_block_size, k_block_size), sink, call)
     if q_ranges is not None:
-        device_mask = ranges_on_device(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0])
         found = None if device_mask is None else _attend_on_device(request, q, k, v, device_mask, sink)
         if found is not None:
             return found

@@ -6,11 +6,10 @@ NaN on the device (see csrc/attention/device_work.h), and reaches the host with 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
-from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,8 +22,9 @@ from magi_attention.kernels.ffa_device import DeviceArray, is_capturing, launchi
 _INT_DTYPES = (torch.int32, torch.int64)
 MAX_SLICES = 1 << 24
 
+Four = tuple[int, int, int, int]
 
-@dataclass(frozen=True, eq=False)
+
 class DeviceMask:
     """Ranges of unknown content, as callers give them; stands where a WorkList does.
 
@@ -35,108 +35,121 @@ class DeviceMask:
         derived, calls: as of a WorkList.
     """
 
-    total_q: int
-    total_k: int
-    tensors: tuple[Tensor, ...]
-    derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-    calls: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    __slots__ = ("calls", "derived", "tensors", "total_k", "total_q")
+
+    def __init__(self, total_q: int, total_k: int, tensors: tuple[Tensor, ...]) -> None:
+        self.total_q, self.total_k, self.tensors = total_q, total_k, tensors
+        self.derived: dict[Hashable, Any] = {}
+        self.calls: dict[Hashable, Any] = {}
 
 
 def device_mask(tensors: tuple[Tensor, ...], total_q: int, total_k: int) -> DeviceMask | None:
     """The mask of (q_ranges, k_ranges[, types]) or of (slices,); None when they are not what the planner on a GPU reads."""
     first = tensors[0]
-    widths = [(6,)] if len(tensors) == 1 else [(2,), (2,), ()]
-    for x, width in zip(tensors, widths, strict=False):
-        fits = x.device == first.device and x.dtype == first.dtype if width else x.device == first.device
-        if not fits or x.device.type == "cpu" or x.dtype not in _INT_DTYPES or x.shape != (first.shape[0], *width):
-            return None
-    if first.shape[0] > MAX_SLICES or (len(tensors) == 1 and first.dtype != torch.int32):
+    device, dtype, num_slices = first.device, first.dtype, first.shape[0] if first.dim() else 0
+    shapes = ((num_slices, 6),) if len(tensors) == 1 else ((num_slices, 2), (num_slices, 2), (num_slices,))
+    if device.type == "cpu" or dtype not in _INT_DTYPES or num_slices > MAX_SLICES:
         return None
-    return DeviceMask(total_q, total_k, tuple(x.contiguous() for x in tensors))
+    if len(tensors) == 1 and dtype != torch.int32:
+        return None
+    for x, shape in zip(tensors, shapes, strict=False):
+        if x.shape != shape or x.device != device or (x.dtype != dtype and (len(shape) == 2 or x.dtype not in _INT_DTYPES)):
+            return None
+    return DeviceMask(total_q, total_k, tuple([x.contiguous() for x in tensors]))
 
 
-@dataclass(frozen=True)
-class PlannedList:
-    """A list that the device makes of a mask; offsets of order, segment_offsets, segments, pieces in int32 elements of the array."""
-
-    array: DeviceArray
-    offsets: tuple[int, int, int, int]
-    num_tiles: int
-    num_rows: int
-    status: int
-
-
-def plan_on_device(mask: DeviceMask, tile: tuple[int, int], *, is_transposed: bool) -> PlannedList:
-    """Start making the list for a tile shape, on the current stream."""
-    first = mask.tensors[0]
-    sizes = (
-        *(mask.total_q, mask.total_k, *tile, int(is_transposed)),
-        *(first.element_size(), mask.tensors[-1].element_size(), 0, first.shape[0]),
-    )
-    args, layout = ffa_device_work.DeviceWorkArgs(*sizes), _layout(sizes)
-    if len(mask.tensors) == 1:
-        args.slices = first.data_ptr()
+def plan_on_device(mask: DeviceMask, tile: tuple[int, int], *, is_transposed: bool) -> tuple[DeviceArray, Four, Four, int]:
+    """Start making the list for a tile shape, on the current stream: what a DeviceWork is made of."""
+    tensors = mask.tensors
+    first, last = tensors[0], tensors[-1]
+    device = first.device
+    item_sizes = (first.element_size(), last.element_size())
+    sizes, size, list_of = _layout(mask.total_q, mask.total_k, tile, is_transposed, item_sizes, first.shape[0])
+    workspace = torch.empty(size, dtype=torch.int32, device=device)
+    start = workspace.data_ptr()
+    if len(tensors) == 1:
+        addresses = (0, 0, 0, first.data_ptr())
     else:
-        args.q_ranges, args.k_ranges = first.data_ptr(), mask.tensors[1].data_ptr()
-        args.types = mask.tensors[2].data_ptr() if len(mask.tensors) == 3 else None
-    workspace = torch.empty(layout.workspace_size, dtype=torch.int32, device=first.device)
-    args.workspace = workspace.data_ptr()
-    with launching(first.device, "magi_attention plan") as stream:
-        ffa_device_work.build(args, stream)
-        array = _watched(workspace)
-    offsets = (layout.offset_order, layout.offset_segment_offsets, layout.offset_segments, layout.offset_pieces)
-    return PlannedList(array, offsets, layout.num_tiles, layout.num_rows, args.workspace)
+        addresses = (first.data_ptr(), tensors[1].data_ptr(), last.data_ptr() if len(tensors) == 3 else 0, 0)
+    with launching(device, "magi_attention plan") as stream:
+        ffa_device_work.build(sizes + ffa_device_work.ADDRESSES.pack(*addresses, start), stream)
+        array = DeviceArray(workspace)
+    return array, *list_of, start
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(sizes: tuple[int, ...]) -> ffa_device_work.DeviceWorkLayout:
-    return ffa_device_work.layout_of(ffa_device_work.DeviceWorkArgs(*sizes))
+def _layout(
+    total_q: int, total_k: int, tile: tuple[int, int], is_transposed: bool, item_sizes: tuple[int, int], num_slices: int
+) -> tuple[bytes, int, tuple[Four, Four]]:
+    """The bytes of DeviceWorkArgs up to the addresses, the size of the workspace, and (offsets, sizes) of a DeviceWork."""
+    args = ffa_device_work.DeviceWorkArgs(total_q, total_k, *tile, int(is_transposed), *item_sizes, 0, num_slices)
+    layout = ffa_device_work.layout_of(args)
+    offsets = (layout.offset_order, layout.offset_segment_offsets, layout.offset_segments, layout.offset_pieces)
+    head = bytes(args)[: ffa_device_work.DeviceWorkArgs.q_ranges.offset]
+    return head, layout.workspace_size, (offsets, (layout.num_tiles, layout.num_rows, *tile))
+
+
+def poison_at(status: int, addresses: tuple[int, int, int], sizes: tuple[int, int, int], device: torch.device, stream: int) -> None:
+    """`poison` of three outputs by address and number of bytes; of one that is not there both are 0."""
+    reports = _reports.get(device.type) or _reports_of(device)
+    ffa_device_work.poison_packed(status, addresses, sizes, reports.address, stream)
 
 
 def poison(status: int, outputs: tuple[Tensor | None, ...], stream: int) -> None:
-    """Start turning the outputs of a launch into NaN, should its list not be the mask that was asked for."""
-    buffers = [(x.data_ptr(), x.numel() * x.element_size()) for x in outputs if x is not None and x.numel()]
-    ffa_device_work.poison(status, buffers, stream)
+    """Start turning the outputs of a launch into NaN, and telling the host, should its list not be the mask that was asked for."""
+    buffers = [(x.data_ptr(), x.nbytes) for x in outputs if x is not None and x.numel()]
+    device = next(x.device for x in outputs if x is not None)
+    ffa_device_work.poison(status, buffers, stream, reports=_reports_of(device).address)
 
 
 # ---- what lists have to say ----
 
-_NUM_SLOTS = 256
-_slots: list[Tensor] = []  # pinned words, one each
-_reports: deque[tuple[DeviceArray, Tensor]] = deque()
+
+class _Reports:
+    """A word for each reason, which the device sets and the host reads and clears. They live as long as the process: graphs write them."""
+
+    def __init__(self, words: Tensor | None) -> None:
+        self._memory = words
+        self.address = 0 if words is None else words.data_ptr()
+        self.words = (ctypes.c_int32 * _NUM_REASONS)() if words is None else (ctypes.c_int32 * _NUM_REASONS).from_address(self.address)
+
+
+_NUM_REASONS = len(ffa_device_work.REASONS)
+_NONE = _Reports(None)
+_reports: dict[str, _Reports] = {}  # of a kind of device: every GPU can write to pinned memory
 _lock = threading.Lock()
 
 
-def _watched(workspace: Tensor) -> DeviceArray:
-    """The finished workspace, whose status word is on its way to the host."""
-    if is_capturing(workspace.device):
-        return DeviceArray(workspace)  # a replay cannot report; its results are poisoned all the same
+def _reports_of(device: torch.device) -> _Reports:
+    found = _reports.get(device.type)
+    if found is not None:
+        return found
+    if is_capturing(device):
+        return _NONE  # nothing is allocated on the host in a capture; results are poisoned all the same
     with _lock:
-        if not _slots:
-            ring = torch.zeros(_NUM_SLOTS, dtype=torch.int32, device="cpu", pin_memory=workspace.is_cuda)
-            _slots.extend(ring.unbind(0))
-        slot = _slots.pop(0)
-        _slots.append(slot)
-        while len(_reports) >= _NUM_SLOTS - 1:  # nobody looked for long: the oldest word is overwritten
-            _reports.popleft()
-        slot.copy_(workspace[0], non_blocking=True)
-        array = DeviceArray(workspace)
-        _reports.append((array, slot))
-    return array
+        if device.type not in _reports:
+            words = torch.zeros(_NUM_REASONS, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+            _reports[device.type] = _Reports(words)
+        return _reports[device.type]
 
 
-def check_reports(device: torch.device) -> None:
-    """Look at the lists that are finished; never waits.
+def check_reports() -> None:
+    """Look at what lists that ran have found; never waits.
 
     Raises:
-        InputError: one of them found its ranges or types wrong.
+        InputError: one of them found its ranges or types wrong. It is told once for all launches that have reported by now.
     """
-    if not _reports or is_capturing(device):
-        return
-    status = 0
+    for reports in _reports.values():
+        words = reports.words
+        if words[0] or words[1] or words[2]:
+            _raise(words)
+
+
+def _raise(words: Any) -> None:
     with _lock:
-        while _reports and _reports[0][0].is_written():
-            status |= int(_reports.popleft()[1])
+        status = sum(bit for bit, word in zip(ffa_device_work.REASONS, words, strict=True) if word)
+        for idx in range(_NUM_REASONS):
+            words[idx] = 0
     if status:
         raise InputError(
             f"{'; '.join(ffa_device_work.reasons(status))}. Found on the GPU by a list of an earlier call, whose results are NaN; "

@@ -13,7 +13,7 @@ from torch import Tensor
 from magi_attention.kernels import ffa_device, ffa_library
 from magi_attention.kernels.delta import softmax_delta
 from magi_attention.kernels.device_mask import poison
-from magi_attention.kernels.ffa_launch import DTYPE_CODE, compiled_head_dim, query, scratch, shape_record
+from magi_attention.kernels.ffa_launch import DTYPE_CODE, compiled_head_dim, counter, query, shape_record
 from magi_attention.kernels.ffa_library import BackwardArgs, run_backward, stats_floats
 from magi_attention.kernels.ffa_tensors import dense, narrowed, readable, token_tensor
 from magi_attention.kernels.ffa_work import Mask, device_work
@@ -117,7 +117,8 @@ def _launch(
     lse = rows.lse.contiguous()
     out = None if rows.out is None else dense(rows.out, width)
     dlse = None if rows.dlse is None or out is None else rows.dlse.to(torch.float32).contiguous()
-    stats, counter = _scratch(q)
+    stats = torch.empty(stats_floats(q.shape[0], q.shape[1]), dtype=torch.float32, device=device)
+    counted = counter(device)
     args = BackwardArgs(
         shape,
         work.record,
@@ -137,7 +138,7 @@ def _launch(
         dv.data_ptr(),
         DTYPE_CODE[dk.dtype],
         accumulates,
-        counter.data_ptr(),
+        counted.data_ptr(),
     )
     lists = (work,) if work_dq is None else (work, work_dq)
     with ffa_device.launching(device, "magi_attention backward", *(x.array for x in lists)) as stream:
@@ -145,7 +146,3 @@ def _launch(
         for planned in lists:
             if planned.status:
                 poison(planned.status, grads, stream)
-
-
-def _scratch(q: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty(stats_floats(q.shape[0], q.shape[1]), dtype=torch.float32, device=q.device), scratch(q.device)

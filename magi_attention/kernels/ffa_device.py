@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,17 @@ def raw_stream(device: torch.device) -> int:
         return 0
     index = device.index
     # The same number as torch.cuda.current_stream(device).cuda_stream without building a Stream object: 0.1 us for 2.
-    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if index is None else index))
+    stream: int = _raw_stream_of(torch.cuda.current_device() if index is None else index)
+    return stream
+
+
+# The functions below torch.cuda, which first look whether CUDA was initialised: with a tensor on a GPU it was. Absent in builds without it.
+_raw_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+_nvtx: Any = getattr(torch._C, "_nvtx", None)
+_range_push: Callable[[str], object] = torch.cuda.nvtx.range_push if _nvtx is None else _nvtx.rangePushA
+_range_pop: Callable[[], object] = torch.cuda.nvtx.range_pop if _nvtx is None else _nvtx.rangePop
 
 
 @functools.cache
@@ -53,7 +64,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 def is_capturing(device: torch.device) -> bool:
     """A CUDA graph is being captured on the current stream."""
-    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
+    return device.type == "cuda" and _is_capturing()
 
 
 class DeviceArray:
@@ -64,21 +75,23 @@ class DeviceArray:
     written inside of a capture belongs to its graph, which orders and keeps it.
     """
 
+    __slots__ = ("__weakref__", "_is_ordered", "_known_streams", "_written", "tensor")
+
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self._known_streams = {raw_stream(tensor.device)}
+        device = tensor.device
+        stream = raw_stream(device)
+        self._known_streams = {stream}
         self._written: torch.cuda.Event | None = None
-        if tensor.is_cuda and not is_capturing(tensor.device):
-            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._written.record(torch.cuda.current_stream(tensor.device))
-
-    def is_written(self) -> bool:
-        """The writing is over. Does not wait; not to be asked while a CUDA graph is captured."""
-        return self._written is None or bool(self._written.query())  # type: ignore[no-untyped-call]
+        self._is_ordered = device.type != "cuda"
+        if stream != _DEFAULT_STREAM:
+            self._is_ordered = is_capturing(device)
+            if not self._is_ordered:
+                self._written = torch.cuda.current_stream(device).record_event()
 
     def used_on(self, stream: int) -> None:
         """Make the memory good for kernels that follow on this stream (the current one)."""
-        if self._written is None or (stream == _DEFAULT_STREAM and stream in self._known_streams):
+        if self._is_ordered or (stream == _DEFAULT_STREAM and stream in self._known_streams):
             return
         device = self.tensor.device
         if is_capturing(device):
@@ -88,7 +101,9 @@ class DeviceArray:
         if stream in self._known_streams:
             return
         current = torch.cuda.current_stream(device)
-        current.wait_event(self._written)
+        # Nothing is recorded for the default stream until another asks, for lists that none does: an event takes 4 us. Its end by then is
+        # later than the writing, it cannot be captured, and it is always there.
+        current.wait_event(self._written or torch.cuda.default_stream(device).record_event())
         self.tensor.record_stream(current)
         self._known_streams.add(stream)
 
@@ -123,32 +138,30 @@ class launching:
     Entered, it is the stream as `raw_stream` gives it.
     """
 
-    __slots__ = ("_arrays", "_device", "_name", "_switch")
+    __slots__ = ("_arrays", "_device", "_is_cuda", "_name", "_switch")
 
     def __init__(self, device: torch.device, name: str, *arrays: DeviceArray) -> None:
         self._device, self._name, self._arrays = device, name, arrays
+        self._is_cuda = device.type == "cuda"
         self._switch: torch.cuda.device | None = None
 
     def __enter__(self) -> int:
+        if not self._is_cuda:
+            return _DEFAULT_STREAM
         device = self._device
-        if device.type != "cuda":
-            return 0
-        if device.index != torch.cuda.current_device():
+        index = device.index
+        if index != _current_device():
             self._switch = torch.cuda.device(device)
             self._switch.__enter__()  # type: ignore[no-untyped-call]
-        stream = raw_stream(device)
+        stream = raw_stream(device) if index is None else _raw_stream_of(index)
         for array in self._arrays:
             array.used_on(stream)
         _range_push(self._name)
         return stream
 
     def __exit__(self, *error: object) -> None:
-        if self._device.type != "cuda":
+        if not self._is_cuda:
             return
         _range_pop()
         if self._switch is not None:
             self._switch.__exit__(*error)
-
-
-_range_push: Callable[[str], object] = torch.cuda.nvtx.range_push
-_range_pop: Callable[[], object] = torch.cuda.nvtx.range_pop

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 from torch import Tensor
 
-from magi_attention.kernels.ffa_device import usable_sms
+from magi_attention.kernels.ffa_device import raw_stream, usable_sms
 from magi_attention.kernels.ffa_library import DTYPE_CODES, AttentionShape
 from magi_attention.kernels.ffa_tensors import padded_head_dim, readable
 from magi_attention.kernels.options import AttentionOptions
@@ -45,6 +46,25 @@ def query(q: Tensor, width: int, options: AttentionOptions) -> Tensor:
     return readable(-q if options.softmax_scale < 0 else q, width)
 
 
-def scratch(device: torch.device) -> Tensor:
-    """One int32 for the work counter of a launch. New each time: launches of several streams or threads must not share one."""
-    return torch.empty(1, dtype=torch.int32, device=device)
+class _Counters(threading.local):
+    """One counter for each device, of one thread."""
+
+    def __init__(self) -> None:
+        self.on: dict[torch.device, Tensor] = {}
+
+
+_counters = _Counters()
+
+
+def counter(device: torch.device) -> Tensor:
+    """One int32 that counts the work items of a launch, for the current stream.
+
+    Launches that may run at the same time must not share one: those of several streams, of several threads, or of a graph. On the default
+    stream, where nothing is captured, each thread has one of its own, and its launches follow each other.
+    """
+    if raw_stream(device):
+        return torch.empty(1, dtype=torch.int32, device=device)
+    found = _counters.on.get(device)
+    if found is None:
+        found = _counters.on[device] = torch.empty(1, dtype=torch.int32, device=device)
+    return found

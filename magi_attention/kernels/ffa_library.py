@@ -48,6 +48,8 @@ class Work(ctypes.Structure):
         ("pieces", ctypes.c_void_p),
         ("num_tiles", ctypes.c_int32),
         ("num_rows", ctypes.c_int32),
+        ("tile_rows", ctypes.c_int32),
+        ("block_cols", ctypes.c_int32),
     )
 
 
@@ -97,14 +99,15 @@ class BackwardArgs(ctypes.Structure):
     )
 
 
-# The arguments of a forward in two parts, because filling a struct field by field takes 5 us: its head as `forward_head` makes it, kept
-# between calls, and its tail packed from q to counter, in the order of the fields and with the C compiler's own padding.
+# The arguments of a forward in parts, because filling a struct field by field takes 5 us: the shape as `forward_head` makes it, kept
+# between calls, its Work, and a tail packed from q to counter, in the order of the fields and with the C compiler's own padding.
+WORK = struct.Struct("@4P4i")
 FORWARD_TAIL = struct.Struct("@" + 3 * "Pqq" + "PiPPqPiP")
 
 
-def forward_head(shape: AttentionShape, work: Work) -> bytes:
-    """The bytes of ForwardArgs up to q."""
-    return bytes(ForwardArgs(shape, work))[: ForwardArgs.q.offset]
+def forward_head(shape: AttentionShape) -> bytes:
+    """The bytes of ForwardArgs up to work."""
+    return bytes(ForwardArgs(shape))[: ForwardArgs.work.offset]
 
 
 @functools.cache

@@ -19,19 +19,26 @@ class DeviceWork:
     """One list as the C ABI takes it, and the memory it points into.
 
     Attributes:
-        record: pointers and sizes for the arguments of a launch.
+        packed: pointers and sizes for the arguments of a launch, the bytes of a Work.
         array: the memory, one int32 tensor.
         status: address of a word that says whether the list is the mask; 0 for lists of the host, which are.
     """
 
-    __slots__ = ("array", "record", "status")
+    __slots__ = ("array", "packed", "status")
 
-    def __init__(self, array: DeviceArray, offsets: tuple[int, int, int, int], num_tiles: int, num_rows: int, status: int = 0) -> None:
-        """offsets of order, segment_offsets, segments and pieces, in int32 elements of the array."""
+    def __init__(self, array: DeviceArray, offsets: tuple[int, int, int, int], sizes: tuple[int, int, int, int], status: int = 0) -> None:
+        """offsets of order, segment_offsets, segments and pieces, in int32 elements of the array; sizes as a Work has them."""
         start = array.tensor.data_ptr()
         self.array = array
         self.status = status
-        self.record = ffa_library.Work(*(start + 4 * offset for offset in offsets), num_tiles, num_rows)
+        order, segment_offsets, segments, pieces = offsets
+        addresses = (start + 4 * order, start + 4 * segment_offsets, start + 4 * segments, start + 4 * pieces)
+        self.packed = ffa_library.WORK.pack(*addresses, *sizes)
+
+    @property
+    def record(self) -> ffa_library.Work:
+        """`packed` as a struct."""
+        return ffa_library.Work.from_buffer_copy(self.packed)
 
 
 def device_work(mask: Mask, direction: str, head_dim: int, device: torch.device) -> DeviceWork:
@@ -67,9 +74,8 @@ def _make(mask: Mask, direction: str, head_dim: int, device: torch.device) -> De
 
 def _planned(mask: Mask, tile: tuple[int, int], is_transposed: bool, device: torch.device) -> DeviceWork:
     if isinstance(mask, DeviceMask):
-        found = plan_on_device(mask, tile, is_transposed=is_transposed)
-        return DeviceWork(found.array, found.offsets, found.num_tiles, found.num_rows, found.status)
+        return DeviceWork(*plan_on_device(mask, tile, is_transposed=is_transposed))
     host = tile_work(mask.slices, mask.total_k if is_transposed else mask.total_q, *tile, transposed=is_transposed)
     array = uploaded(host.packed, device, f"the {'backward' if is_transposed else 'forward'} work list of this mask")
     offsets = (host.offset_order, host.offset_segment_offsets, host.offset_segments, host.offset_pieces)
-    return DeviceWork(array, offsets, host.num_tiles, host.num_rows)
+    return DeviceWork(array, offsets, (host.num_tiles, host.num_rows, *tile))

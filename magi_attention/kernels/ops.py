@@ -22,7 +22,7 @@ from magi_attention.kernels.attention import (
     compute_dtype,
     prepare,
 )
-from magi_attention.kernels.device_mask import DeviceMask, device_mask
+from magi_attention.kernels.device_mask import DeviceMask, check_reports, device_mask
 from magi_attention.kernels.select import check_scale, choose, describe
 from magi_attention.kernels.sink import check_sink, sink_backward
 
@@ -147,7 +147,10 @@ _backward_op = torch.ops.magi_attention.flex_attention_backward.default
 def _records(slices: Tensor, total_q: int, total_k: int) -> npt.NDArray[np.integer] | DeviceMask:
     """Slices on the host as they are; on a GPU they stay there when the planner there reads them."""
     found = None if slices.device.type == "cpu" else device_mask((slices,), total_q, total_k)
-    return slices.cpu().numpy() if found is None else found
+    if found is None:
+        return slices.cpu().numpy()
+    check_reports()
+    return found
 
 
 def single_device_attention(

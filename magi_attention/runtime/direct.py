@@ -16,7 +16,7 @@ from magi_attention.arguments import count, flag
 from magi_attention.kernels import ffa_backward
 from magi_attention.kernels.attention import AttentionOptions, softmax_delta
 from magi_attention.kernels.device_mask import DeviceMask, check_reports
-from magi_attention.kernels.ffa_forward import ForwardCall
+from magi_attention.kernels.ffa_forward import ForwardCall, ForwardForm
 from magi_attention.kernels.ffa_work import Mask
 from magi_attention.kernels.select import check_scale, check_softcap, choose, describe, reasons_against_ffa
 from magi_attention.kernels.sink import joined_sink, sink_backward
@@ -56,6 +56,10 @@ class _Form(NamedTuple):
     wants_max_logits: bool
     can_differentiate: bool
     device: torch.device
+    device_type: str
+    total_q: int
+    total_k: int
+    forward: ForwardForm
 
 
 class _Call(NamedTuple):
@@ -66,7 +70,6 @@ class _Call(NamedTuple):
 
 
 _MAX_MARGIN = 1 << 30
-_LOOKED_UP = {(scale, float, str, bool, str, bool, int) for scale in (float, type(None))}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAX_FORMS, _MAX_CALLS = 4096, 256  # a scale that changes at every step is a form of its own each time
 _forms: dict[Hashable, _Form | None] = {}
@@ -76,13 +79,27 @@ _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", l
 def attend_again(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, mask: Mask, request: Request
 ) -> Results | None:
-    """What `attend_directly` returns, when it was called with tensors of this form and this mask before; None when it was not.
+    """What `attend_directly` returns, when it was called with tensors of this form before, with any mask; None when it was not.
 
     Checks nothing that the form does not decide. Under autocast nothing is known: tensors are cast first.
+
+    Raises:
+        InputError: what earlier masks on a GPU had to report.
     """
+    if isinstance(mask, DeviceMask):
+        check_reports()
     key = _key(q, k, v, sink, request)
-    call: _Call | None = None if key is None else mask.calls.get(key)
-    if call is None or torch.is_autocast_enabled(call.form.device.type):
+    if key is None:
+        return None
+    call: _Call | None = mask.calls.get(key)
+    if call is None:
+        form = _forms.get(key)
+        if form is None or form.total_q != mask.total_q or form.total_k != mask.total_k:
+            return None
+        if isinstance(mask, DeviceMask) and mask.tensors[0].device != form.device:
+            return None
+        call = _call_of(key, form, mask)
+    if torch.is_autocast_enabled(call.form.device_type):
         return None
     return _run(q, k, v, sink, mask, call)
 
@@ -98,7 +115,7 @@ def attend_directly(
         InputError, UnsupportedError: as kernels/select.py says; InputError also for what earlier masks on a GPU had to report.
     """
     if isinstance(mask, DeviceMask):
-        check_reports(q.device)
+        check_reports()
     key = _key(q, k, v, sink, request)
     if key is None:
         return None
@@ -107,23 +124,38 @@ def attend_directly(
         form = _forms[key] if key in _forms else _remember(key, q, k, v, sink, request)
         if form is None:
             return None
-        call = _Call(form, ForwardCall(q, k, v, mask, form.options, q.dtype))
-        if len(mask.calls) >= _MAX_CALLS:
-            mask.calls.clear()
-        mask.calls[key] = call
+        call = _call_of(key, form, mask)
     return _run(q, k, v, sink, mask, call)
+
+
+def _call_of(key: Hashable, form: _Form, mask: Mask) -> _Call:
+    call = _Call(form, ForwardCall(form.forward, mask))
+    if len(mask.calls) >= _MAX_CALLS:
+        mask.calls.clear()
+    mask.calls[key] = call
+    return call
 
 
 def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, request: Request) -> Hashable | None:
     """What decides whether a call is legal and how it runs, except for the mask and addresses; None for what takes the general way."""
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or _transforms_are_active():
         return None
-    if tuple(map(type, request)) not in _LOOKED_UP:  # True, 1 and 1.0 are one key, and not one request
+    scale, softcap, sink_layout, wants_max_logits, backend, deterministic, sm_margin = request
+    # True, 1 and 1.0 are one key, and not one request.
+    if not (
+        (scale is None or type(scale) is float)
+        and type(softcap) is float
+        and type(wants_max_logits) is bool
+        and type(deterministic) is bool
+        and type(sm_margin) is int
+        and type(sink_layout) is str
+        and type(backend) is str
+    ):
         return None
     try:
         form_of_sink = None if sink is None else (sink.shape, sink.dtype, sink.device, sink.layout, type(sink))
-        tensors = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype)
-        return request, tensors, q.device, k.device, v.device, form_of_sink
+        shapes = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+        return request, shapes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, form_of_sink
     except (RuntimeError, AttributeError):  # no strides (sparse and nested tensors), or a sink that is no tensor
         return None
 
@@ -137,7 +169,8 @@ def _remember(
         scale = check_scale(request.softmax_scale, q.shape[2])
         options = AttentionOptions(scale, request.softcap, request.backend, request.deterministic, request.sm_margin)
         can_differentiate = not reasons_against_ffa(desc, "backward")
-        form = _Form(options, request.sink_layout, request.return_max_logits, can_differentiate, q.device)
+        known = (options, request.sink_layout, request.return_max_logits, can_differentiate, q.device, q.device.type)
+        form = _Form(*known, q.shape[0], k.shape[0], ForwardForm(q, k, v, options, q.dtype))
     if len(_forms) >= _MAX_FORMS:
         _forms.clear()
     _forms[key] = form
@@ -153,28 +186,42 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor |
         return None  # the general way says why
     if q.is_inference() or k.is_inference() or v.is_inference() or (sink is not None and sink.is_inference()):
         check_can_be_saved((q, k, v, sink))
-    results: Results = _apply(q, k, v, sink, mask, call)
-    return results
+    held = (mask, call)
+    results = _apply(q, k, v, held) if sink is None else _apply(q, k, v, held, sink)
+    return results if call.form.wants_max_logits else (*results, None)
 
 
 class _DirectAttention(torch.autograd.Function):
-    """With ctx in the forward: a node with setup_context binds its arguments by inspect, which alone takes 30 us."""
+    """With ctx in the forward: a node with setup_context binds its arguments by inspect, which alone takes 30 us.
+
+    Each argument, result and attribute of ctx takes some tenths of a us, so there are few, and none that is None.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, mask: Mask, call: _Call) -> Results:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, held: tuple[Mask, _Call], sink: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        mask, call = held
         out, lse, max_logits = _forward(q, k, v, sink, call)
-        ctx.mask, ctx.form = mask, call.form
+        ctx.held = held
+        saved = (q, k, v, out, lse) if sink is None else (q, k, v, out, lse, sink)
         # The backward reads ranges on a GPU again; saved, a write to them in between is an error.
-        ctx.save_for_backward(q, k, v, sink, out, lse, *(mask.tensors if isinstance(mask, DeviceMask) else ()))
+        ctx.save_for_backward(*saved, *mask.tensors) if isinstance(mask, DeviceMask) else ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        if max_logits is not None:
-            ctx.mark_non_differentiable(max_logits)
+        if max_logits is None:
+            return out, lse
+        ctx.mark_non_differentiable(max_logits)
         return out, lse, max_logits
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, _: object) -> Any:
-        gradients = functools.partial(_gradients, ctx.mask, ctx.form, tuple(ctx.needs_input_grad[:4]))
-        return *first_order("attention", gradients, dout, dlse, *ctx.saved_tensors[:6]), None, None
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: object) -> Any:
+        mask, call = ctx.held
+        has_sink = len(ctx.needs_input_grad) == 5
+        needs = (*ctx.needs_input_grad[:3], has_sink and ctx.needs_input_grad[4])
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        gradients = functools.partial(_gradients, mask, call.form, needs)
+        dq, dk, dv, dsink = first_order("attention", gradients, dout, dlse, q, k, v, others[0] if has_sink else None, out, lse)
+        return (dq, dk, dv, None, dsink) if has_sink else (dq, dk, dv, None)
 
 
 # Function.apply looks for functorch transforms, of which there are none here, in every argument; what it calls then is this.
@@ -192,7 +239,7 @@ def _gradients(
     q, k, v, sink, out, lse = saved
     needs_q, needs_k, needs_v, needs_sink = needs
     if isinstance(mask, DeviceMask):
-        check_reports(q.device)
+        check_reports()
     with torch.autocast(q.device.type, enabled=False):
         dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
         delta = torch.empty_like(lse)

@@ -247,5 +247,7 @@ MAGI_EXPORT int magi_ffa_device_work(const DeviceWorkArgs* args, void*) {
 MAGI_EXPORT int magi_ffa_poison(const PoisonArgs* args, void*) {
     for (int32_t idx = 0; (*args->status & args->bits) && idx < args->num_buffers; ++idx)
         std::memset(args->data[idx], 0xff, args->num_bytes[idx]);
+    for (int32_t bit = 0; (*args->status & args->bits) && args->reports && bit < 3; ++bit)
+        if (*args->status >> bit & 1) args->reports[bit] = 1;
     return 0;
 }

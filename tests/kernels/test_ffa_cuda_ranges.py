@@ -24,6 +24,14 @@ pytestmark = [*on_gpu, pytest.mark.usefixtures("on_cuda")]
 RANGES, TYPES = [[0, 300], [300, 650], [300, 700]], [1, 1, 0]
 K_RANGES = [[0, 300], [300, 650], [0, 30]]
 TOTAL = 700
+WRONG = [  # in place of the above, and what is told
+    ({"ranges": [[0, 300], [300, 650], [300, 701]]}, "reaches outside of q or k"),
+    ({"ranges": [[-1, 300], [300, 650], [300, 700]]}, "reaches outside of q or k"),
+    ({"k_ranges": [[0, 300], [300, 701], [0, 30]]}, "reaches outside of q or k"),
+    ({"k_ranges": [[0, 300], [300, 650], [30, 0]]}, "a range is reversed"),
+    ({"types": [1, 1, 4]}, "attn_type_map: a type is unknown"),
+    ({"types": [1, -1, 0]}, "attn_type_map: a type is unknown"),
+]
 
 
 def fresh(dtype: torch.dtype = torch.int32, ranges: Any = RANGES, k_ranges: Any = K_RANGES, types: Any = TYPES) -> list[Tensor]:
@@ -82,17 +90,36 @@ def test_a_write_is_seen() -> None:
         torch.testing.assert_close(found[name], value, rtol=2e-2, atol=2e-2)
 
 
-def test_wrong_ranges_give_nan_and_an_error_at_the_next_call() -> None:
+@pytest.mark.parametrize("wrong, told", WRONG)
+def test_wrong_ranges_give_nan_and_an_error_at_the_next_call(wrong: dict[str, Any], told: str) -> None:
     clear_cache()
-    tensors = draw()
-    expected = run(tensors, *fresh())
-    wrong = fresh(ranges=[[0, 300], [300, 650], [300, 701]])
-    found = run(tensors, *wrong)
+    tensors, right, ranges = draw(), fresh(), fresh(**wrong)
+    q, k, v, dout = tensors
+    expected = run(tensors, *right)
+    out, meta = flex_flash_attn_func(q, k, v, *ranges, deterministic=True)
+    torch.cuda.synchronize()
+    assert out.isnan().all() and meta.lse.isnan().all()
+    with pytest.raises(InputError, match=rf"{told}.*earlier call"):  # the backward looks too, before it runs
+        torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    grads = torch.autograd.grad(out, (q, k, v), dout)  # told once; what runs with such ranges stays NaN, and tells again
+    torch.cuda.synchronize()
+    assert all(grad.isnan().all() for grad in grads)
+    with pytest.raises(InputError, match=rf"{told}.*earlier call"):
+        run(tensors, *right)
+    assert_same_bits("after the report", run(tensors, *right), expected)
+
+
+def test_a_host_that_runs_ahead_gets_nan_and_the_error_later() -> None:
+    tensors, right, ranges = draw(), fresh(), fresh(**WRONG[0][0])
+    expected = run(tensors, *right)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1 << 29)  # about a third of a second, in which nothing can be told
+    found = run(tensors, *ranges)
     torch.cuda.synchronize()
     assert all(found[name].isnan().all() for name in found)
-    with pytest.raises(InputError, match=r"outside of q or k.*earlier call"):
-        run(tensors, *fresh())
-    assert_same_bits("after the report", run(tensors, *fresh()), expected)
+    with pytest.raises(InputError, match="earlier call"):
+        run(tensors, *right)
+    assert_same_bits("after the report", run(tensors, *right), expected)
 
 
 def test_check_mode_reads_ranges_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +136,9 @@ def test_compiled_graphs_read_them_on_the_gpu() -> None:
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     q, k, v, dout = draw()
     for waits_are_errors in (False, True):
+        ranges = fresh()
         with no_host_wait(waits_are_errors):
-            out, lse = compiled(q, k, v, *(ranges := fresh()))
+            out, lse = compiled(q, k, v, *ranges)
             grads = torch.autograd.grad(out, (q, k, v), dout)
     found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads), strict=True))
     assert_same_bits("compiled", found, run([q, k, v, dout], *ranges))
@@ -132,6 +160,12 @@ def test_a_graph_reads_its_ranges_at_each_replay() -> None:
     ranges[1][2] = torch.tensor([650, 700], device="cuda")
     graph.replay()
     assert torch.equal(out, expected)
+    ranges[2].fill_(9)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+    with pytest.raises(InputError, match=r"attn_type_map: a type is unknown.*earlier call"):  # a replay tells as well
+        flex_flash_attn_func(q, k, v, *fresh())
 
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["the same tensors", "new tensors"])

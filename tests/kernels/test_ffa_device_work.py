@@ -212,9 +212,11 @@ def test_outputs_of_a_wrong_list_become_nan() -> None:
             torch.zeros(size, dtype=dtype, device=DEVICE) for size, dtype in ((1003, torch.bfloat16), (7, torch.float32), (0, torch.half))
         ]
         sizes = [(buffer.data_ptr(), buffer.nbytes) for buffer in buffers]
-        planner.poison(word.data_ptr(), sizes, stream, planner.LIST_TOO_LONG)
+        reports = torch.zeros(len(planner.REASONS), dtype=torch.int32, pin_memory=DEVICE == "cuda")
+        planner.poison(word.data_ptr(), sizes, stream, planner.LIST_TOO_LONG, reports.data_ptr())
         for buffer in buffers:
             assert bool(buffer.isnan().all() if status == planner.LIST_TOO_LONG else (buffer == 0).all())
+        assert reports.tolist() == [int(status == planner.LIST_TOO_LONG), 0, 0]
 
 
 @pytest.mark.gpu

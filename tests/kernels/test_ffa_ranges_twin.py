@@ -15,6 +15,7 @@ from magi_attention.api.device_ranges import slices_on_device
 from magi_attention.kernels import ffa_device_work, ops
 from magi_attention.kernels.attention import AttentionOptions, attention_forward_fresh
 from magi_attention.kernels.device_mask import DeviceMask, check_reports, device_mask
+from magi_attention.kernels.ffa_forward import ForwardCall, ForwardForm
 from magi_attention.kernels.ops import single_device_attention
 from magi_attention.mask.typed_ranges import bands_from_types
 from magi_attention.runtime.direct import Request, attend_directly
@@ -23,6 +24,16 @@ from tests.kernels.problems import make_case, typed
 from tests.kernels.twin_library import install_twin, needs_compiler, remove_twin
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("one_thread")]
+
+WRONG = [  # (q_ranges, k_ranges, types) of 20 queries and 20 keys, and what is told
+    (([[0, 21]], [[0, 20]], [0]), "reaches outside"),
+    (([[0, 20]], [[0, 21]], [0]), "reaches outside"),
+    (([[-1, 3]], [[0, 20]], [0]), "reaches outside"),
+    (([[9, 3]], [[0, 20]], [0]), "reversed"),
+    (([[0, 20]], [[9, 3]], [1]), "reversed"),
+    (([[0, 20]], [[0, 20]], [4]), "attn_type_map: a type is unknown"),
+    (([[0, 20]], [[0, 20]], [-1]), "attn_type_map: a type is unknown"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -58,34 +69,46 @@ def test_random_ranges(dtype: torch.dtype) -> None:
             return found[0], found[1]
 
         case.check(f"set {idx}", case.run(attend))
-    check_reports(torch.device("cpu"))
+    check_reports()
 
 
-def test_a_wrong_range_poisons_and_is_told_by_the_next_call() -> None:
+@pytest.mark.parametrize("wrong, told", WRONG)
+def test_a_wrong_range_poisons_and_is_told_by_the_next_call(wrong: tuple[Any, Any, Any], told: str) -> None:
     q = torch.randn(20, 2, 64).bfloat16().requires_grad_()
-    for wrong, told in (([[0, 21]], "reaches outside"), ([[9, 3]], "reversed"), ([[-1, 3]], "reaches outside")):
-        mask = on_host(wrong, [[0, 20]], [0], (20, 20))
+    mask, right = on_host(*wrong, (20, 20)), on_host([[0, 20]], [[0, 20]], [0], (20, 20))
+    for _ in range(2):  # every launch with the list tells, not the first alone
         out, lse, top = attend_directly(q, q, q, None, mask, Request(return_max_logits=True)) or (q, q, q)
         assert out.isnan().all() and lse.isnan().all() and top is not None and top.isnan().all()
         with pytest.raises(InputError, match=told):
-            attend_directly(q, q, q, None, mask, Request())
-        again = attend_directly(q, q, q, None, mask, Request())  # told once; what runs with the list stays NaN
-        assert again is not None and again[0].isnan().all()
-    with pytest.raises(InputError, match=r"attn_type_map: a type is unknown"):
-        attend_directly(q, q, q, None, on_host([[0, 20]], [[0, 20]], [4], (20, 20)), Request())
-        check_reports(q.device)
+            attend_directly(q, q, q, None, right, Request())
+    found = attend_directly(q, q, q, None, right, Request())  # told once
+    assert found is not None and found[0].isfinite().all()
+    check_reports()
 
 
-def test_gradients_of_a_wrong_range_are_poisoned() -> None:
-    q = torch.randn(20, 2, 64).bfloat16().requires_grad_()
-    found = attend_directly(q, q, q, None, on_host([[0, 21]], [[0, 20]], [0], (20, 20)), Request())
+@pytest.mark.parametrize("wrong, told", WRONG)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_a_wrong_range_are_poisoned(wrong: tuple[Any, Any, Any], told: str, deterministic: bool) -> None:
+    q, k, v = (torch.randn(20, 2, 64).bfloat16().requires_grad_() for _ in range(3))
+    found = attend_directly(q, k, v, None, on_host(*wrong, (20, 20)), Request(deterministic=deterministic))
     assert found is not None
-    with pytest.raises(InputError, match="reaches outside"):
-        check_reports(q.device)
-    (grad,) = torch.autograd.grad(found[0].float().sum(), q)
-    assert grad.isnan().all()
-    with pytest.raises(InputError, match="reaches outside"):
-        check_reports(q.device)
+    with pytest.raises(InputError, match=told):  # the backward looks first
+        torch.autograd.grad(found[0].float().sum(), (q, k, v), retain_graph=True)
+    grads = torch.autograd.grad(found[0].float().sum(), (q, k, v))
+    assert all(grad.isnan().all() for grad in grads)
+    with pytest.raises(InputError, match=told):
+        check_reports()
+
+
+def test_several_wrong_lists_are_told_together() -> None:
+    q = torch.randn(20, 2, 64).bfloat16()
+    outside, unknown = (on_host(*wrong, (20, 20)) for wrong in (([[0, 21]], [[0, 20]], [0]), ([[0, 20]], [[0, 20]], [4])))
+    attend_directly(q, q, q, None, outside, Request())
+    forward = ForwardCall(ForwardForm(q, q, q, AttentionOptions(1.0), q.dtype), unknown)  # the launch itself looks at no report
+    forward.fresh(q, q, q, None, False)
+    with pytest.raises(InputError, match=r"outside of q or k.*attn_type_map: a type is unknown"):
+        check_reports()
+    check_reports()
 
 
 def test_ranges_written_between_forward_and_backward_are_an_error() -> None:

@@ -92,6 +92,10 @@ MAGI_EXPORT int magi_ffa_forward_tile(int32_t head_dim, int32_t pair[2]) {
     return magi::tile(magi::sm90::kForwardTileRows, magi::sm90::kForwardBlockCols, head_dim, pair);
 }
 
+MAGI_EXPORT int magi_ffa_forward_wide_tile(int32_t head_dim, int32_t pair[2]) {
+    return magi::tile(magi::sm90::kForwardTileRows, head_dim == 128 ? magi::sm90::kForwardWideCols : 0, head_dim, pair);
+}
+
 MAGI_EXPORT int magi_ffa_backward_tile(int32_t head_dim, int32_t pair[2]) {
     return magi::tile(magi::sm90::kBackwardTileRows, magi::sm90::kBackwardBlockCols, head_dim, pair);
 }

@@ -30,7 +30,7 @@ struct AttentionShape {
 
 struct ForwardArgs {
     AttentionShape shape;
-    Work work;  // rows are queries, tile_rows/block_cols as in magi_ffa_forward_tile
+    Work work;  // rows are queries, tiles as in magi_ffa_forward_tile or magi_ffa_forward_wide_tile
     TokenTensor q, k, v;
     void* out;                  // contiguous [total_q, num_heads_q, head_dim]
     Dtype out_dtype;            // dtype of the inputs, or fp32
@@ -71,6 +71,8 @@ MAGI_EXPORT const char* magi_ffa_error();
 MAGI_EXPORT const char* magi_ffa_variants();
 // Rows of a tile and columns of a block that the work list must be made for: pair[0] = tile_rows, pair[1] = block_cols.
 MAGI_EXPORT int magi_ffa_forward_tile(int32_t head_dim, int32_t pair[2]);
+// The same for the kernel with wider blocks: pair[1] = 0 where there is none for this head_dim; not for softcap.
+MAGI_EXPORT int magi_ffa_forward_wide_tile(int32_t head_dim, int32_t pair[2]);
 MAGI_EXPORT int magi_ffa_backward_tile(int32_t head_dim, int32_t pair[2]);
 MAGI_EXPORT int magi_ffa_dq_tile(int32_t head_dim, int32_t pair[2]);
 MAGI_EXPORT int64_t magi_ffa_stats_floats(int32_t total_q, int32_t num_heads_q);

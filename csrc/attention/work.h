@@ -33,7 +33,9 @@ struct Work {
     const WorkSegment* segments;
     const WorkPiece* pieces;
     int32_t num_tiles;
-    int32_t num_rows;  // rows that exist; the last tile may be short
+    int32_t num_rows;   // rows that exist; the last tile may be short
+    int32_t tile_rows;  // what the list was made for; a kernel refuses a list made for other tiles
+    int32_t block_cols;
 };
 
 }  // namespace magi

@@ -28,6 +28,12 @@ __device__ __forceinline__ void store_zeros(uint32_t shared) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
 }
 
+// From global to shared memory past the registers; wait_copies() returns once all of this thread's are there.
+__device__ __forceinline__ void copy_8_bytes(uint32_t shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
+}
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // A value that all lanes of the warp hold alike, told to the compiler: what follows from it lives in uniform registers, and matrix
 // descriptors need not be moved there one by one.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }

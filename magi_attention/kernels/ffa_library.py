@@ -118,7 +118,7 @@ def _symbols() -> Any:
     for name in ("magi_ffa_forward", "magi_ffa_backward"):
         function = getattr(lib, name)
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int
-    for name in ("magi_ffa_forward_tile", "magi_ffa_backward_tile", "magi_ffa_dq_tile"):
+    for name in TILE_FUNCTIONS.values():
         function = getattr(lib, name)
         function.argtypes, function.restype = [ctypes.c_int32, ctypes.POINTER(ctypes.c_int32)], ctypes.c_int
     lib.magi_ffa_stats_floats.argtypes, lib.magi_ffa_stats_floats.restype = [ctypes.c_int32, ctypes.c_int32], ctypes.c_int64
@@ -141,12 +141,17 @@ def run_backward(args: BackwardArgs, stream: int) -> None:
 
 
 # Which work list a launch walks, and the function that knows its tile: rows are queries (forward, dq) or keys (backward).
-TILE_FUNCTIONS = {"forward": "magi_ffa_forward_tile", "backward": "magi_ffa_backward_tile", "dq": "magi_ffa_dq_tile"}
+TILE_FUNCTIONS = {
+    "forward": "magi_ffa_forward_tile",
+    "forward_wide": "magi_ffa_forward_wide_tile",
+    "backward": "magi_ffa_backward_tile",
+    "dq": "magi_ffa_dq_tile",
+}
 
 
 @functools.cache
 def tile_of(direction: str, head_dim: int) -> tuple[int, int]:
-    """(tile_rows, block_cols) that the work list of a direction must be made for.
+    """(tile_rows, block_cols) that the work list of a direction must be made for; block_cols is 0 where there is no such kernel.
 
     Args:
         direction: a key of TILE_FUNCTIONS.

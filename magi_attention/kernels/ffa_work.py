@@ -45,7 +45,8 @@ def device_work(mask: Mask, direction: str, head_dim: int, device: torch.device)
     """The list of a mask for one direction of one compiled kernel.
 
     Args:
-        direction: "forward" or "dq" (tiles of queries), "backward" (tiles of keys); see ffa_library.TILE_FUNCTIONS.
+        direction: "forward", "forward_any" (of the forward's kernels the one that this mask suits; not with a softcap) or "dq" (tiles
+            of queries), "backward" (tiles of keys); see ffa_library.TILE_FUNCTIONS.
         head_dim: a compiled one.
 
     Raises:
@@ -60,8 +61,8 @@ _lock = threading.Lock()  # a backward may run on another thread
 
 
 def _make(mask: Mask, direction: str, head_dim: int, device: torch.device) -> DeviceWork:
-    tile = ffa_library.tile_of(direction, head_dim)
     is_transposed = direction == "backward"
+    tile = _cheaper_tile(mask, head_dim) if direction == "forward_any" else ffa_library.tile_of(direction, head_dim)
     # Kernels of one tile shape share a list.
     shared = (is_transposed, tile, device)
     with _lock:
@@ -70,6 +71,18 @@ def _make(mask: Mask, direction: str, head_dim: int, device: torch.device) -> De
         found: DeviceWork = mask.derived[shared]
         mask.derived[(direction, head_dim, device)] = found
     return found
+
+
+_WIDE_COST = 0.965  # of a column in a wide block; measured on an H200 with masks that have no edges
+
+
+def _cheaper_tile(mask: Mask, head_dim: int) -> tuple[int, int]:
+    """Wide blocks read less again from shared memory, narrow ones waste less at edges; lists made on a GPU are always narrow."""
+    narrow, wide = ffa_library.tile_of("forward", head_dim), ffa_library.tile_of("forward_wide", head_dim)
+    if isinstance(mask, DeviceMask) or not wide[1]:
+        return narrow
+    cost = {tile: tile_work(mask.slices, mask.total_q, *tile).total_cost * tile[1] for tile in (narrow, wide)}
+    return wide if cost[wide] * _WIDE_COST < cost[narrow] else narrow
 
 
 def _planned(mask: Mask, tile: tuple[int, int], is_transposed: bool, device: torch.device) -> DeviceWork:

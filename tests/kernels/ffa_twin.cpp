@@ -124,6 +124,7 @@ MAGI_EXPORT int magi_ffa_forward_tile(int32_t head_dim, int32_t pair[2]) {
     if (head_dim != 64 && head_dim != 128) return refuse("no such head_dim");
     return tile(head_dim == 64 ? 48 : 32, 16, pair), 0;
 }
+MAGI_EXPORT int magi_ffa_forward_wide_tile(int32_t head_dim, int32_t pair[2]) { return tile(32, head_dim == 128 ? 24 : 0, pair), 0; }
 MAGI_EXPORT int magi_ffa_backward_tile(int32_t, int32_t pair[2]) { return tile(16, 24, pair), 0; }
 MAGI_EXPORT int magi_ffa_dq_tile(int32_t, int32_t pair[2]) { return tile(40, 8, pair), 0; }
 MAGI_EXPORT int64_t magi_ffa_stats_floats(int32_t total_q, int32_t num_heads_q) { return 2 * int64_t{total_q} * num_heads_q; }
@@ -138,10 +139,8 @@ MAGI_EXPORT int magi_ffa_forward(const ForwardArgs* a, void*) {
     const AttentionShape& shape = a->shape;
     const Problem problem{shape, a->q, a->k, a->v};
     const int64_t heads = shape.num_heads_q, width = shape.head_dim;
-    int32_t pair[2];
-    magi_ffa_forward_tile(shape.head_dim, pair);
     std::vector<std::vector<int32_t>> seen(shape.total_q);
-    walk(a->work, pair[0], pair[1], [&](int32_t row, int32_t col) { seen[row].push_back(col); });
+    walk(a->work, a->work.tile_rows, a->work.block_cols, [&](int32_t row, int32_t col) { seen[row].push_back(col); });
     for (int64_t row = 0; row < shape.total_q; ++row)
         for (int64_t head = 0; head < heads; ++head) {
             const int64_t at = row * heads + head;

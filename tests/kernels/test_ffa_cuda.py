@@ -21,8 +21,10 @@ from magi_attention.kernels.attention import (
     attention_forward,
     attention_forward_fresh,
     merge,
+    prepare,
     softmax_delta,
 )
+from magi_attention.kernels.ffa_work import device_work
 from magi_attention.mask import builders
 from magi_attention.testing.masks import mask_catalogue, random_mask
 from magi_attention.testing.numerics import AttentionCase, AttentionResult
@@ -176,6 +178,49 @@ def test_max_logits(dims: tuple[int, int], softcap: float) -> None:
     nothing = AttnMask.from_slices([], 700, 1000)
     _, meta = flex_flash_attn_func(q, k, v, mask=nothing, return_max_logits=True)
     assert meta.max_logits is not None and (meta.max_logits == -torch.inf).all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_max_logits_where_every_score_is_negative(softcap: float) -> None:
+    q, k = torch.ones(100, 2, 128, device="cuda", dtype=torch.bfloat16), -torch.ones(256, 1, 128, device="cuda", dtype=torch.bfloat16)
+    mask = typed([(0, 100, 0, 256, "full")], 100, 256)
+    _, meta = flex_flash_attn_func(q, k, k, mask=mask, softcap=softcap, return_max_logits=True)
+    expected = -(128**0.5)
+    expected = softcap * float(np.tanh(expected / softcap)) if softcap else expected
+    assert meta.max_logits is not None
+    torch.testing.assert_close(meta.max_logits, torch.full((2,), expected, device="cuda"), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("softcap", [1e4, 1e6])
+def test_softcaps_that_cap_nothing(softcap: float) -> None:
+    case = make_case(MIXED, (4, 2), (128, 128), softcap=softcap)
+    case.check(f"softcap {softcap}", by_the_door(case, MIXED))
+
+
+def test_more_query_heads_than_15_bits() -> None:
+    num_heads = 32_769
+    q = torch.randn(64, num_heads, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(64, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    mask = typed([(0, 64, 0, 64, "causal")], 64, 64)
+
+    def gradient(query: Tensor) -> Tensor:
+        leaf = query.clone().requires_grad_()
+        flex_flash_attn_func(leaf, k, v, mask=mask)[0].sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    torch.testing.assert_close(gradient(q)[:, -1:], gradient(q[:, -1:]), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_blocks(dtype: torch.dtype) -> None:
+    """Masks with few edges take the forward with wider blocks."""
+    for mask in (typed([(0, 500, 0, 2560, "full")], 500, 2560), builders.block_causal_video(4, 640)):
+        work = prepare(mask.slices, mask.total_q, mask.total_k)
+        narrow, chosen = (device_work(work, which, 128, torch.device("cuda", 0)).record for which in ("forward", "forward_any"))
+        assert chosen.block_cols > narrow.block_cols
+        case = make_case(mask, (4, 2), (128, 128), dtype)
+        case.check("wide", by_the_door(case, mask))
 
 
 def test_sm_margin_changes_no_bit_and_is_checked() -> None:

@@ -36,6 +36,7 @@ struct BackwardMath {
     __device__ __forceinline__ void sync_all() { ptx::named_sync(1, 256); }
     __device__ __forceinline__ bool is_leader() const { return warp == 0 && lane == 0; }
     __device__ __forceinline__ void release(uint64_t* barrier) {
+        __syncwarp();  // the other lanes have read what may be overwritten now
         if (lane == 0) ptx::mbarrier_arrive(barrier);
     }
 

@@ -48,6 +48,7 @@ struct alignas(1024) BackwardShared {
     Item item;  // tile < 0: no more work; head is the kv head
     int32_t has_blocks;
     int32_t piece_begin, piece_end;  // pieces of a tile without interior blocks, which may have rows that nobody sees
+    int32_t num_items, segment_idx;  // of the loading thread, which has no registers for them
     uint64_t kv_full, kv_empty;
     uint64_t q_full[Traits::kStages], q_empty[Traits::kStages];
     uint64_t dout_full[Traits::kStages], dout_empty[Traits::kStages];
@@ -74,11 +75,15 @@ __device__ __forceinline__ void load_backward(const BackwardParams& params, Back
     constexpr int kBlockBytes = Traits::kCols * Traits::kDim * 2;
     constexpr int kStatsBytes = 2 * Traits::kStatsCols * 4;
     ptx::Ring<Traits::kStages> ring;
+    volatile int32_t* record = shared.queue.item;
+    volatile int32_t* items = &shared.num_items;
+    volatile int32_t* segment_idx = &shared.segment_idx;
+    *items = 0;
 #pragma unroll 1
-    for (uint32_t items = 0;; ++items) {
-        ptx::mbarrier_wait(&shared.queue.full, items & 1);
-        volatile int32_t* record = shared.queue.item;
-        ptx::mbarrier_wait(&shared.kv_empty, ~items & 1);
+    while (true) {
+        ptx::mbarrier_wait(&shared.queue.full, *items & 1);
+        ptx::mbarrier_wait(&shared.kv_empty, ~*items & 1);
+        *items = *items + 1;
         shared.item = {record[0], record[1]};
         shared.has_blocks = record[2] < record[3];
         if (record[2] == record[3]) {
@@ -98,16 +103,18 @@ __device__ __forceinline__ void load_backward(const BackwardParams& params, Back
         ptx::tma_load(shared.v, &params.v, &shared.kv_full, 0, record[0] * Traits::kRows, 0, record[1]);
 
         int32_t head = record[1] * params.heads_per_group;
-        int32_t segment_idx = record[2];
+        *segment_idx = record[2];
         int4 segment = shared.queue.first_segment;
 #pragma unroll 1
         while (true) {
-            const bool is_final = segment_idx + 1 == record[3] && head + 1 == (record[1] + 1) * params.heads_per_group;
-            const int32_t ask_at = is_final ? ItemQueue::ask_at(segment.x, segment.y, Traits::kCols) : -1;
+            // In the last segment of the item, and only there, the column at which to ask for the next item.
+            int32_t ask_at = -1;
+            if (*segment_idx + 1 == record[3] && head + 1 == (record[1] + 1) * params.heads_per_group)
+                ask_at = ItemQueue::ask_at(segment.x, segment.y, Traits::kCols);
 #pragma unroll 1
             for (; segment.x < segment.y; segment.x += Traits::kCols) {
-                int32_t flags = min(segment.y - segment.x, Traits::kCols) | head << 16;
-                if (is_final && segment.x + Traits::kCols >= segment.y) flags |= Block::kLast;
+                int32_t flags = min(segment.y - segment.x, Traits::kCols) | static_cast<int32_t>(static_cast<uint32_t>(head) << 16);
+                if (ask_at >= 0 && segment.x + Traits::kCols >= segment.y) flags |= Block::kLast;
                 ptx::mbarrier_wait(&shared.q_empty[ring.stage()], ring.free_parity());
                 shared.block[ring.stage()].set({segment.x, flags, segment.z, segment.w}, params.work.pieces);
                 ptx::mbarrier_arrive_expect(&shared.q_full[ring.stage()], kBlockBytes + kStatsBytes);
@@ -119,12 +126,13 @@ __device__ __forceinline__ void load_backward(const BackwardParams& params, Back
                 ring.advance();
                 if (segment.x == ask_at) ptx::mbarrier_arrive(&shared.queue.empty);  // nothing of the record is read after this
             }
-            if (is_final) break;
-            if (++segment_idx == record[3]) {
-                segment_idx = record[2];
+            if (ask_at >= 0) break;
+            *segment_idx = *segment_idx + 1;
+            if (*segment_idx == record[3]) {
+                *segment_idx = record[2];
                 ++head;
             }
-            segment = __ldg(reinterpret_cast<const int4*>(params.work.segments) + segment_idx);
+            segment = __ldg(reinterpret_cast<const int4*>(params.work.segments) + *segment_idx);
         }
     }
 }

@@ -37,15 +37,15 @@ int set_maps(Params& params, const BackwardArgs& args, int32_t q_rows, int32_t k
     return queries(params.q, args.q) || queries(params.dout, args.dout) || keys(params.k, args.k) || keys(params.v, args.v);
 }
 
-template <class Kernel, class Params>
-int launch(Kernel kernel, int threads, int shared, const Params& params, const BackwardArgs& args, cudaStream_t stream) {
+template <class Params>
+int launch(void (*kernel)(Params), int threads, int shared, const Params& params, const BackwardArgs& args, cudaStream_t stream) {
     if (params.schedule.num_items == 0) return 0;
     if (const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared); status != cudaSuccess)
         return fail("backward kernel", status);
     if (const auto status = cudaMemsetAsync(args.counter, 0, sizeof(int32_t), stream); status != cudaSuccess)
         return fail("backward counter", status);
-    kernel<<<std::min(args.shape.num_sms, params.schedule.num_items), threads, shared, stream>>>(params);
-    const auto status = cudaGetLastError();
+    const dim3 grid(static_cast<unsigned>(std::min(args.shape.num_sms, params.schedule.num_items)));
+    const auto status = start(kernel, grid, threads, static_cast<size_t>(shared), stream, params);
     return status == cudaSuccess ? 0 : fail("backward launch", status);
 }
 
@@ -100,6 +100,8 @@ int launch_dq(const BackwardArgs& args, cudaStream_t stream) {
 }  // namespace
 
 int MAGI_VARIANT_NAME(backward)(const BackwardArgs& args, cudaStream_t stream) {
+    if (!is_made_for(args.work, sm90::kBackwardTileRows, sm90::kBackwardBlockCols)) return refuse(args.work, "backward");
+    if (args.work_dq.num_tiles != 0 && !is_made_for(args.work_dq, sm90::kDqTileRows, sm90::kDqBlockCols)) return refuse(args.work_dq, "dq");
     if (const int status = make_stats(args, stream); status != 0) return status;
     if (args.work_dq.num_tiles == 0) return launch_dkv<true>(args, stream);
     if (const int status = launch_dkv<false>(args, stream); status != 0) return status;

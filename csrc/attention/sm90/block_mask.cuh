@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/work.h"
+#include "ptx/barrier.cuh"
 #include "ptx/warpgroup.cuh"
 
 namespace magi {
@@ -16,7 +17,7 @@ struct alignas(16) Block {
 
     static constexpr int32_t kLast = 1 << 8;
     __device__ __forceinline__ int num_cols() const { return flags & 0xFF; }
-    __device__ __forceinline__ int head() const { return flags >> 16; }
+    __device__ __forceinline__ int head() const { return static_cast<int>(static_cast<uint32_t>(flags) >> 16); }
     __device__ __forceinline__ bool is_last() const { return (flags & kLast) != 0; }
     __device__ __forceinline__ bool is_edge() const { return piece_begin != piece_end; }
 };
@@ -30,13 +31,13 @@ struct BlockSlot {
     // By the thread that loads.
     __device__ __forceinline__ void set(const Block& value, const WorkPiece* __restrict__ from) {
         block = value;
-        if (!value.is_edge() || value.piece_end - value.piece_begin > kPieces) return;
+        const int num_pieces = value.piece_end - value.piece_begin;
+        if (num_pieces == 0 || num_pieces > kPieces) return;
+        const uint32_t to = ptx::shared_address(pieces);
 #pragma unroll 1
-        for (int idx = value.piece_begin; idx < value.piece_end; ++idx) {
-            int2* to = pieces[idx - value.piece_begin];
-#pragma unroll
-            for (int part = 0; part < 3; ++part) to[part] = __ldg(reinterpret_cast<const int2*>(from + idx) + part);
-        }
+        for (int part = 0; part < 3 * num_pieces; ++part)
+            ptx::copy_8_bytes(to + 8 * part, reinterpret_cast<const int2*>(from + value.piece_begin) + part);
+        ptx::wait_copies();
     }
 };
 

@@ -121,6 +121,7 @@ struct DqMath {
     ptx::Ring<Traits::kStages> ring;
 
     __device__ __forceinline__ void release(uint64_t* barrier) {
+        __syncwarp();  // the other lanes have read what may be overwritten now
         if (lane == 0) ptx::mbarrier_arrive(barrier);
     }
 

@@ -24,13 +24,13 @@
 
 namespace magi::sm90 {
 
-template <class T_, int kDim_, bool kSoftcap_>
+template <class T_, int kDim_, bool kSoftcap_, int kCols_>
 struct ForwardTraits {
     using T = T_;
     static constexpr int kDim = kDim_;
     static constexpr bool kSoftcap = kSoftcap_;
     static constexpr int kRows = kForwardTileRows;
-    static constexpr int kCols = kForwardBlockCols;
+    static constexpr int kCols = kCols_;
     static constexpr int kGroups = kRows / 64;  // multiplying warpgroups
     static constexpr int kThreads = 128 * (kGroups + 1);
     static constexpr int kStages = 2;
@@ -145,6 +145,7 @@ struct ForwardMath {
     __device__ __forceinline__ bool is_leader() const { return warp == 0 && lane == 0; }
     // One arrival per warp.
     __device__ __forceinline__ void release(uint64_t* barrier) {
+        __syncwarp();  // the other lanes have read what may be overwritten now
         if (lane == 0) ptx::mbarrier_arrive(barrier);
     }
 
@@ -295,7 +296,7 @@ template <class Traits>
 __device__ __forceinline__ void ForwardMath<Traits>::finish(const Item& item, float (&out)[kOut], SoftmaxRows& rows) {
     rows.join_quad();
     const int row = item.tile * Traits::kRows + group * 64 + warp * 16 + lane / 4;
-    if (params.max_logits != nullptr) rows.raise_maximum(params.max_logits + item.head, params.scale_natural, lane);
+    if (params.max_logits != nullptr) rows.raise_maximum(params.max_logits + item.head, params.scale_natural, lane, row, params.total_q);
     float factor[2], keep[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -306,6 +307,7 @@ __device__ __forceinline__ void ForwardMath<Traits>::finish(const Item& item, fl
         if (params.accumulate && exists) other = *lse;
         if (params.sink_lse != nullptr && exists) other = params.sink_lse[i * params.sink_token_stride + item.head];
         const float total = rows.join(r, params.scale_log2, other, factor[r], keep[r]);
+        __syncwarp();  // all four lanes of a row have read what one of them replaces
         if (exists && lane % 4 == 0) *lse = total;
     }
 #pragma unroll
@@ -341,6 +343,7 @@ __device__ __forceinline__ void ForwardMath<Traits>::store_fp32(const Item& item
 template <class Traits>
 __device__ __forceinline__ void ForwardMath<Traits>::store_through_shared(const Item& item, const float (&out)[kOut]) {
     if (is_leader()) ptx::tma_wait_read<0>();  // the store of the tile before has left the buffer
+    __syncwarp();
     sync_group();
     const int row = warp * 16 + lane % 16;  // of the warpgroup
 #pragma unroll

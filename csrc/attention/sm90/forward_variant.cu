@@ -6,8 +6,11 @@
 
 namespace magi {
 
-int MAGI_VARIANT_NAME(forward)(const ForwardArgs& args, cudaStream_t stream) {
-    using Traits = sm90::ForwardTraits<VariantElement, MAGI_VARIANT_HEAD_DIM, MAGI_VARIANT_SOFTCAP != 0>;
+namespace {
+
+template <int kCols>
+int launch(const ForwardArgs& args, cudaStream_t stream) {
+    using Traits = sm90::ForwardTraits<VariantElement, MAGI_VARIANT_HEAD_DIM, MAGI_VARIANT_SOFTCAP != 0, kCols>;
     const AttentionShape& shape = args.shape;
     constexpr int kDim = Traits::kDim;
     const int32_t group = shape.num_heads_q / shape.num_heads_kv;
@@ -48,14 +51,25 @@ int MAGI_VARIANT_NAME(forward)(const ForwardArgs& args, cudaStream_t stream) {
 
     constexpr auto kKernel = sm90::forward_kernel<Traits>;
     constexpr int kShared = sizeof(sm90::ForwardShared<Traits>);
-    static const cudaError_t prepared = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-    if (prepared != cudaSuccess) return fail("forward kernel", prepared);
+    // Per device, so not remembered here.
+    if (const auto status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared); status != cudaSuccess)
+        return fail("forward kernel", status);
     if (const auto status = cudaMemsetAsync(args.counter, 0, sizeof(int32_t), stream); status != cudaSuccess)
         return fail("forward counter", status);
     const int grid = std::min(shape.num_sms, params.schedule.num_items);
-    kKernel<<<grid, Traits::kThreads, kShared, stream>>>(params);
-    if (const auto status = cudaGetLastError(); status != cudaSuccess) return fail("forward launch", status);
+    const auto status = start(kKernel, dim3(static_cast<unsigned>(grid)), Traits::kThreads, kShared, stream, params);
+    if (status != cudaSuccess) return fail("forward launch", status);
     return 0;
+}
+
+}  // namespace
+
+int MAGI_VARIANT_NAME(forward)(const ForwardArgs& args, cudaStream_t stream) {
+    if (is_made_for(args.work, sm90::kForwardTileRows, sm90::kForwardBlockCols)) return launch<sm90::kForwardBlockCols>(args, stream);
+#if MAGI_VARIANT_HEAD_DIM == 128 && MAGI_VARIANT_SOFTCAP == 0  // tanh has no registers left beside 160 scores
+    if (is_made_for(args.work, sm90::kForwardTileRows, sm90::kForwardWideCols)) return launch<sm90::kForwardWideCols>(args, stream);
+#endif
+    return refuse(args.work, "forward");
 }
 
 }  // namespace magi

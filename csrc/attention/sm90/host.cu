@@ -28,7 +28,10 @@ int fail(const std::string& reason) {
     return 1;
 }
 
-int fail(const char* what, cudaError_t status) { return fail(std::string(what) + ": " + cudaGetErrorString(status)); }
+int fail(const char* what, cudaError_t status) {
+    (void)cudaGetLastError();  // told here; the next launch of somebody else must not find it
+    return fail(std::string(what) + ": " + cudaGetErrorString(status));
+}
 
 namespace {
 

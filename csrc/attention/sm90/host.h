@@ -26,6 +26,22 @@ int encode_map(CUtensorMap& map, const TokenTensor& tensor, Dtype dtype, int32_t
 // Map of fp32 [heads, planes, row] for boxes of box_elements of all planes of one head, no swizzle; `stride` floats between planes.
 int encode_planes_map(CUtensorMap& map, void* data, int32_t row, int64_t stride, int32_t planes, int32_t heads, int32_t box_elements);
 
+// Launches and returns the status of this launch alone: cudaGetLastError would also tell errors that others left behind.
+template <class Params>
+cudaError_t start(void (*kernel)(Params), dim3 grid, int threads, size_t shared, cudaStream_t stream, const Params& params) {
+    void* arguments[] = {const_cast<Params*>(&params)};
+    return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(static_cast<unsigned>(threads)), arguments, shared, stream);
+}
+
+inline bool is_made_for(const Work& work, int32_t tile_rows, int32_t block_cols) {
+    return work.tile_rows == tile_rows && work.block_cols == block_cols;
+}
+
+inline int refuse(const Work& work, const char* kernel) {
+    return fail(std::string("the work list is for tiles of ") + std::to_string(work.tile_rows) + " rows and blocks of " +
+                std::to_string(work.block_cols) + " columns, no " + kernel + " kernel has such; see the magi_ffa_*_tile functions");
+}
+
 // As many groups of heads together as stay in about half of an H200's L2, but enough for a section to end evenly by itself.
 inline Schedule make_schedule(const Work& work, int32_t num_heads, int32_t heads_per_group, int64_t bytes_per_group, int32_t num_sms,
                               int32_t items_per_sm, int32_t* counter) {

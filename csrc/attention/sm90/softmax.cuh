@@ -7,8 +7,12 @@
 
 namespace magi::sm90 {
 
-// tanh by one exponential and one reciprocal, absolute error about 1e-7; the hardware tanh is good to 5e-4 only.
-__device__ __forceinline__ float tanh_exact(float x) { return 1.0f - 2.0f * ptx::reciprocal_fast(ptx::exp2_fast(x * 2.885390082f) + 1.0f); }
+// tanh by one exponential and one reciprocal (the hardware's own is good to 5e-4 only). Near 0 the difference of two ones keeps no digits, and
+// a large cap multiplies what is lost: two terms of the series there, relative error 1e-7 at 1/32.
+__device__ __forceinline__ float tanh_exact(float x) {
+    const float far = 1.0f - 2.0f * ptx::reciprocal_fast(ptx::exp2_fast(x * 2.885390082f) + 1.0f);
+    return fabsf(x) < 0.03125f ? fmaf(x * x, x * -0.33333333f, x) : far;
+}
 
 struct SoftmaxRows {
     float maximum[2] = {-INFINITY, -INFINITY};  // of the raw scores
@@ -72,12 +76,13 @@ struct SoftmaxRows {
         return total;
     }
 
-    // All lanes call; raises *logit to the largest score of the warp's rows.
-    __device__ __forceinline__ void raise_maximum(float* logit, float scale, int lane) const {
-        float top = fmaxf(maximum[0], maximum[1]);
+    // All lanes call; raises *logit to the largest score of the warp's rows. Rows `row` and `row + 8` are this lane's; those from num_rows
+    // on do not exist, and interior blocks do not hide them.
+    __device__ __forceinline__ void raise_maximum(float* logit, float scale, int lane, int row, int num_rows) const {
+        float top = fmaxf(row < num_rows ? maximum[0] : -INFINITY, row + 8 < num_rows ? maximum[1] : -INFINITY);
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-        top *= scale;
+        top = top * scale + 0.0f;  // -0 would order below -inf
         if (lane != 0 || top == -INFINITY) return;
         // IEEE numbers order like integers of their sign: larger positive is larger, larger negative is smaller.
         if (top >= 0)

@@ -75,11 +75,8 @@ __global__ void __launch_bounds__(kThreads) stats_kernel(const StatsParams param
 template <class T>
 cudaError_t launch(const StatsParams& params, bool out_is_fp32, cudaStream_t stream) {
     const dim3 grid(static_cast<unsigned>((params.total_q + kTokens - 1) / kTokens), static_cast<unsigned>(params.num_heads));
-    if (out_is_fp32)
-        stats_kernel<T, float><<<grid, kThreads, 0, stream>>>(params);
-    else
-        stats_kernel<T, T><<<grid, kThreads, 0, stream>>>(params);
-    return cudaGetLastError();
+    if (out_is_fp32) return start(stats_kernel<T, float>, grid, kThreads, 0, stream, params);
+    return start(stats_kernel<T, T>, grid, kThreads, 0, stream, params);
 }
 
 }  // namespace

@@ -30,7 +30,6 @@ _IGNORED = (
     "auto_range_merge", "swap_ab", "pack_gqa", "cat_gqa", "sparse_load", "ref_block_size", "max_seqlen_q", "max_seqlen_k",
     "swap_bwd_qk_loop", "disable_fwd_atomic_reduction", "disable_bwd_dkv_atomic_reduction", "index_attn",
 )  # fmt: skip
-_NO_FLAG = frozenset((type(None),))
 
 
 def flex_flash_attn_func(
@@ -113,15 +112,17 @@ def flex_flash_attn_func(
         auto_range_merge, swap_ab, pack_gqa, cat_gqa, sparse_load, ref_block_size, max_seqlen_q, max_seqlen_k, swap_bwd_qk_loop,
         disable_fwd_atomic_reduction, disable_bwd_dkv_atomic_reduction, index_attn,
     )  # fmt: skip
-    if not _NO_FLAG.issuperset(map(type, flags)):
-        _warn_ignored([name for name, value in zip(_IGNORED, flags, strict=True) if value is not None])
+    for value in flags:
+        if value is not None:
+            _warn_ignored([name for name, flag in zip(_IGNORED, flags, strict=True) if flag is not None])
+            break
     device_mask: DeviceMask | None = None
     if index_attn_indices is None and mask is None and not torch.compiler.is_compiling() and not env.check_enabled():
         work: WorkList | DeviceMask | None = None
         if q_ranges is None:
             work = plan.work if isinstance(plan, AttnPlan) and k_ranges is None and attn_type_map is None else None
         elif plan is None and isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and q.dim() == 3 == k.dim():
-            work = device_mask = ranges_on_device(q_ranges, k_ranges, attn_type_map, q.shape[0], k.shape[0])
+            work = device_mask = ranges_on_device(q_ranges, k_ranges, attn_type_map, q.size(0), k.size(0))  # nested tensors have no shape
         known = None if work is None else attend_again(q, k, v, sink, work, request)
         if known is not None:
             return known[0], AttnForwardMeta(known[1], known[2])

@@ -13,6 +13,7 @@ from torch import Tensor
 from magi_attention.kernels import ffa_device, ffa_library
 from magi_attention.kernels.delta import softmax_delta
 from magi_attention.kernels.device_mask import poison
+from magi_attention.kernels.ffa_device import raw_stream
 from magi_attention.kernels.ffa_launch import DTYPE_CODE, compiled_head_dim, counter, query, shape_record
 from magi_attention.kernels.ffa_library import BackwardArgs, run_backward, stats_floats
 from magi_attention.kernels.ffa_tensors import dense, narrowed, readable, token_tensor
@@ -118,7 +119,7 @@ def _launch(
     out = None if rows.out is None else dense(rows.out, width)
     dlse = None if rows.dlse is None or out is None else rows.dlse.to(torch.float32).contiguous()
     stats = torch.empty(stats_floats(q.shape[0], q.shape[1]), dtype=torch.float32, device=device)
-    counted = counter(device)
+    counted = counter(device, raw_stream(device))
     args = BackwardArgs(
         shape,
         work.record,

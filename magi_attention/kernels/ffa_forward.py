@@ -32,6 +32,7 @@ class ForwardForm:
         self.is_empty = not (q.shape[0] and k.shape[0])
         self.is_plain = options.softmax_scale >= 0 and all(is_readable(x, self.width) for x in (q, k, v))
         self.strides = tuple(used_strides(x) for x in (q, k, v))
+        self.is_out_like_q = q.is_contiguous() and q.shape[2] == self.width and q.dtype == out_dtype
         self.head = forward_head(shape_record(q.shape, k.shape, self.width, q.dtype, self.device, options))
 
 
@@ -43,14 +44,15 @@ class ForwardCall:
     def __init__(self, form: ForwardForm, mask: Mask) -> None:
         self._form = form
         if not form.is_empty:
-            self._work = device_work(mask, "forward", form.width, form.device)
+            self._work = device_work(mask, "forward" if form.options.softcap else "forward_any", form.width, form.device)
             self._head = form.head + self._work.packed
 
     def fresh(self, q: Tensor, k: Tensor, v: Tensor, sink_lse: Tensor | None, wants_max_logits: bool) -> Outputs:
         """Attention of these keys and the sinks alone; see `forward_fresh`."""
         form = self._form
         device = form.device
-        out = torch.empty(form.out_shape, dtype=form.out_dtype, device=device)
+        # The shorter call takes 0.7 us less.
+        out = torch.empty_like(q) if form.is_out_like_q else torch.empty(form.out_shape, dtype=form.out_dtype, device=device)
         lse = torch.empty(form.lse_shape, dtype=torch.float32, device=device)
         max_logits = torch.full((form.lse_shape[1],), _MINUS_INF, dtype=torch.float32, device=device) if wants_max_logits else None
         if form.is_empty:  # no key at all: what is left are the sinks
@@ -82,16 +84,16 @@ class ForwardCall:
             q, k, v = query(q, form.width, form.options), readable(k, form.width), readable(v, form.width)
             q_start, k_start, v_start = q.data_ptr(), k.data_ptr(), v.data_ptr()
             (q_token, q_head), (k_token, k_head), (v_token, v_head) = used_strides(q), used_strides(k), used_strides(v)
-        counted = counter(form.device)
         out_start, lse_start, top_start = out.data_ptr(), lse.data_ptr(), 0 if max_logits is None else max_logits.data_ptr()
-        tail = FORWARD_TAIL.pack(
-            *(q_start, q_token, q_head, k_start, k_token, k_head, v_start, v_token, v_head),
-            *(out_start, form.out_code, lse_start),
-            0 if sink_lse is None else sink_lse.data_ptr(),
-            0 if sink_lse is None or sink_lse.ndim == 1 else sink_lse.shape[1],
-            *(top_start, accumulates, counted.data_ptr()),
-        )
         with ffa_device.launching(form.device, "magi_attention forward", work.array) as stream:
+            counted = counter(form.device, stream)
+            tail = FORWARD_TAIL.pack(
+                *(q_start, q_token, q_head, k_start, k_token, k_head, v_start, v_token, v_head),
+                *(out_start, form.out_code, lse_start),
+                0 if sink_lse is None else sink_lse.data_ptr(),
+                0 if sink_lse is None or sink_lse.ndim == 1 else sink_lse.shape[1],
+                *(top_start, accumulates, counted.data_ptr()),
+            )
             run_forward(self._head + tail, stream)
             if work.status:
                 sizes = (out.nbytes, lse.nbytes, 0 if max_logits is None else max_logits.nbytes)

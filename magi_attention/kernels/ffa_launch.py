@@ -8,7 +8,7 @@ import threading
 import torch
 from torch import Tensor
 
-from magi_attention.kernels.ffa_device import raw_stream, usable_sms
+from magi_attention.kernels.ffa_device import usable_sms
 from magi_attention.kernels.ffa_library import DTYPE_CODES, AttentionShape
 from magi_attention.kernels.ffa_tensors import padded_head_dim, readable
 from magi_attention.kernels.options import AttentionOptions
@@ -56,13 +56,13 @@ class _Counters(threading.local):
 _counters = _Counters()
 
 
-def counter(device: torch.device) -> Tensor:
-    """One int32 that counts the work items of a launch, for the current stream.
+def counter(device: torch.device, stream: int) -> Tensor:
+    """One int32 that counts the work items of a launch on `stream`, the current one of the device.
 
     Launches that may run at the same time must not share one: those of several streams, of several threads, or of a graph. On the default
     stream, where nothing is captured, each thread has one of its own, and its launches follow each other.
     """
-    if raw_stream(device):
+    if stream:
         return torch.empty(1, dtype=torch.int32, device=device)
     found = _counters.on.get(device)
     if found is None:

@@ -184,10 +184,12 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor |
         return _forward(q, k, v, sink, call)
     if not call.form.can_differentiate:
         return None  # the general way says why
-    if q.is_inference() or k.is_inference() or v.is_inference() or (sink is not None and sink.is_inference()):
-        check_can_be_saved((q, k, v, sink))
     held = (mask, call)
-    results = _apply(q, k, v, held) if sink is None else _apply(q, k, v, held, sink)
+    try:
+        results = _apply(q, k, v, held) if sink is None else _apply(q, k, v, held, sink)
+    except RuntimeError:
+        check_can_be_saved((q, k, v, sink))  # tensors of inference mode are refused when they are saved
+        raise
     return results if call.form.wants_max_logits else (*results, None)
 
 

@@ -37,15 +37,14 @@ int set_maps(Params& params, const BackwardArgs& args, int32_t q_rows, int32_t k
     return queries(params.q, args.q) || queries(params.dout, args.dout) || keys(params.k, args.k) || keys(params.v, args.v);
 }
 
-template <class Params>
-int launch(void (*kernel)(Params), int threads, int shared, const Params& params, const BackwardArgs& args, cudaStream_t stream) {
+template <auto kKernel, class Params>
+int launch(int threads, int shared, const Params& params, const BackwardArgs& args, cudaStream_t stream) {
     if (params.schedule.num_items == 0) return 0;
-    if (const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared); status != cudaSuccess)
-        return fail("backward kernel", status);
+    if (const auto status = allow_shared<kKernel>(shared); status != cudaSuccess) return fail("backward kernel", status);
     if (const auto status = cudaMemsetAsync(args.counter, 0, sizeof(int32_t), stream); status != cudaSuccess)
         return fail("backward counter", status);
     const dim3 grid(static_cast<unsigned>(std::min(args.shape.num_sms, params.schedule.num_items)));
-    const auto status = start(kernel, grid, threads, static_cast<size_t>(shared), stream, params);
+    const auto status = start(kKernel, grid, threads, static_cast<size_t>(shared), stream, params);
     return status == cudaSuccess ? 0 : fail("backward launch", status);
 }
 
@@ -75,7 +74,7 @@ int launch_dkv(const BackwardArgs& args, cudaStream_t stream) {
                               Traits::kStatsCols))
             return 1;
     }
-    return launch(sm90::backward_kernel<Traits>, Traits::kThreads, sizeof(sm90::BackwardShared<Traits>), params, args, stream);
+    return launch<sm90::backward_kernel<Traits>>(Traits::kThreads, sizeof(sm90::BackwardShared<Traits>), params, args, stream);
 }
 
 int launch_dq(const BackwardArgs& args, cudaStream_t stream) {
@@ -94,7 +93,7 @@ int launch_dq(const BackwardArgs& args, cudaStream_t stream) {
     params.dq = args.dq;
     params.schedule = make_schedule(args.work_dq, shape.num_heads_q, params.heads_per_group, int64_t{4} * shape.total_k * kDim,
                                     shape.num_sms, 8, args.counter);
-    return launch(sm90::dq_kernel<Traits>, Traits::kThreads, sizeof(sm90::DqShared<Traits>), params, args, stream);
+    return launch<sm90::dq_kernel<Traits>>(Traits::kThreads, sizeof(sm90::DqShared<Traits>), params, args, stream);
 }
 
 }  // namespace

@@ -51,9 +51,7 @@ int launch(const ForwardArgs& args, cudaStream_t stream) {
 
     constexpr auto kKernel = sm90::forward_kernel<Traits>;
     constexpr int kShared = sizeof(sm90::ForwardShared<Traits>);
-    // Per device, so not remembered here.
-    if (const auto status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared); status != cudaSuccess)
-        return fail("forward kernel", status);
+    if (const auto status = allow_shared<kKernel>(kShared); status != cudaSuccess) return fail("forward kernel", status);
     if (const auto status = cudaMemsetAsync(args.counter, 0, sizeof(int32_t), stream); status != cudaSuccess)
         return fail("forward counter", status);
     const int grid = std::min(shape.num_sms, params.schedule.num_items);

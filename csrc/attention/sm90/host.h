@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <string>
 
@@ -25,6 +26,19 @@ int encode_map(CUtensorMap& map, const TokenTensor& tensor, Dtype dtype, int32_t
 
 // Map of fp32 [heads, planes, row] for boxes of box_elements of all planes of one head, no swizzle; `stride` floats between planes.
 int encode_planes_map(CUtensorMap& map, void* data, int32_t row, int64_t stride, int32_t planes, int32_t heads, int32_t box_elements);
+
+// Lets the kernel have that much shared memory on the current device; asked for once per device.
+template <auto kKernel>
+cudaError_t allow_shared(int bytes) {
+    static std::atomic<uint64_t> allowed{0};  // one bit per device
+    int device = 0;
+    if (const auto status = cudaGetDevice(&device); status != cudaSuccess) return status;
+    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+    const auto status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (status == cudaSuccess) allowed.fetch_or(bit, std::memory_order_relaxed);
+    return status;
+}
 
 // Launches and returns the status of this launch alone: cudaGetLastError would also tell errors that others left behind.
 template <class Params>

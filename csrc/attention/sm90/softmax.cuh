@@ -7,8 +7,8 @@
 
 namespace magi::sm90 {
 
-// tanh by one exponential and one reciprocal (the hardware's own is good to 5e-4 only). Near 0 the difference of two ones keeps no digits, and
-// a large cap multiplies what is lost: two terms of the series there, relative error 1e-7 at 1/32.
+// tanh by one exponential and one reciprocal (the hardware's own is good to 5e-4 only). Near 0 the difference of two ones keeps no digits,
+// and a large cap multiplies what is lost: two terms of the series there, relative error 1e-7 at 1/32.
 __device__ __forceinline__ float tanh_exact(float x) {
     const float far = 1.0f - 2.0f * ptx::reciprocal_fast(ptx::exp2_fast(x * 2.885390082f) + 1.0f);
     return fabsf(x) < 0.03125f ? fmaf(x * x, x * -0.33333333f, x) : far;

@@ -16,7 +16,7 @@ from magi_attention.kernels.device_mask import poison
 from magi_attention.kernels.ffa_device import raw_stream
 from magi_attention.kernels.ffa_launch import DTYPE_CODE, compiled_head_dim, counter, query, shape_record
 from magi_attention.kernels.ffa_library import BackwardArgs, run_backward, stats_floats
-from magi_attention.kernels.ffa_tensors import dense, narrowed, readable, token_tensor
+from magi_attention.kernels.ffa_tensors import dense, is_aligned, narrowed, readable, token_tensor
 from magi_attention.kernels.ffa_work import Mask, device_work
 from magi_attention.kernels.options import AttentionOptions
 
@@ -89,10 +89,10 @@ def _add_dq(
     *,
     accumulates: bool,
 ) -> None:
-    """The launch, with a dq of its own where the caller's is narrower, strided, or of the opposite sign."""
+    """The launch, with a dq of its own where the caller's is narrower, strided, not aligned, or of the opposite sign."""
     dq, dk, dv = grads
     width, is_negative = dk.shape[2], options.softmax_scale < 0
-    if dq.shape[2] == width and dq.is_contiguous() and not is_negative:
+    if dq.shape[2] == width and not is_negative and is_aligned(dq):
         _launch(rows, k, v, mask, options, (dq, dk, dv), accumulates)
         return
     own_dq = torch.zeros((dq.shape[0], dq.shape[1], width), dtype=torch.float32, device=dq.device)

@@ -12,7 +12,7 @@ from magi_attention.kernels import ffa_device
 from magi_attention.kernels.device_mask import poison_at
 from magi_attention.kernels.ffa_launch import DTYPE_CODE, compiled_head_dim, counter, query, shape_record
 from magi_attention.kernels.ffa_library import FORWARD_TAIL, forward_head, run_forward
-from magi_attention.kernels.ffa_tensors import ALIGN_BYTES, dense, is_readable, narrowed, readable, used_strides
+from magi_attention.kernels.ffa_tensors import ALIGN_BYTES, aligned, dense, is_readable, narrowed, readable, used_strides
 from magi_attention.kernels.ffa_work import Mask, device_work
 from magi_attention.kernels.options import AttentionOptions
 
@@ -68,12 +68,14 @@ class ForwardCall:
         if form.is_empty:
             return
         out, lse, max_logits = running
-        own_out, own_lse = dense(out, form.width), lse.contiguous()
-        self._launch(q, k, v, (own_out, own_lse, max_logits), None, 1)
+        own_out, own_lse, own_top = dense(out, form.width), aligned(lse), None if max_logits is None else aligned(max_logits)
+        self._launch(q, k, v, (own_out, own_lse, own_top), None, 1)
         if own_out is not out:
             out.copy_(own_out[..., : out.shape[2]])
         if own_lse is not lse:
             lse.copy_(own_lse)
+        if max_logits is not None and own_top is not None and own_top is not max_logits:
+            max_logits.copy_(own_top)
 
     def _launch(self, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, sink_lse: Tensor | None, accumulates: int) -> None:
         out, lse, max_logits = outputs

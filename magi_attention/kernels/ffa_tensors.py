@@ -62,6 +62,16 @@ def narrowed(x: Tensor, width: int) -> Tensor:
 
 
 def dense(x: Tensor, width: int) -> Tensor:
-    """An accumulator [T, H, D] as a kernel adds to it: itself when contiguous and `width` wide, else a contiguous copy, zero-padded."""
+    """An accumulator [T, H, D] as a kernel adds to it: itself when aligned and `width` wide, else a contiguous copy, zero-padded."""
     missing = width - x.shape[2]
-    return torch.nn.functional.pad(x, (0, missing)).contiguous() if missing else x.contiguous()
+    return torch.nn.functional.pad(x, (0, missing)).contiguous() if missing else aligned(x)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """A result as a kernel writes it: itself when aligned, else an aligned copy."""
+    return x if is_aligned(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether x is contiguous and starts at a multiple of ALIGN_BYTES, which a view into a flat buffer need not."""
+    return x.is_contiguous() and x.data_ptr() % ALIGN_BYTES == 0

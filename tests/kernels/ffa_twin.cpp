@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <string>
 #include <vector>
@@ -108,6 +109,11 @@ const char* fault(const AttentionShape& shape, const int32_t* counter, std::init
     return nullptr;
 }
 
+// Vectors of 16 bytes are read and written.
+bool is_odd(std::initializer_list<const void*> pointers) {
+    return std::any_of(pointers.begin(), pointers.end(), [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 != 0; });
+}
+
 int refuse(const char* text) {
     last_error = text;
     return 1;
@@ -136,6 +142,7 @@ MAGI_EXPORT const char* magi_ffa_build_info() { return "arch=sm_90a nvcc=0"; }
 
 MAGI_EXPORT int magi_ffa_forward(const ForwardArgs* a, void*) {
     if (const char* text = fault(a->shape, a->counter, {&a->q, &a->k, &a->v})) return refuse(text);
+    if (is_odd({a->out})) return refuse("out is not aligned");
     const AttentionShape& shape = a->shape;
     const Problem problem{shape, a->q, a->k, a->v};
     const int64_t heads = shape.num_heads_q, width = shape.head_dim;
@@ -170,6 +177,7 @@ MAGI_EXPORT int magi_ffa_forward(const ForwardArgs* a, void*) {
 
 MAGI_EXPORT int magi_ffa_backward(const BackwardArgs* a, void*) {
     if (const char* text = fault(a->shape, a->counter, {&a->q, &a->k, &a->v, &a->dout})) return refuse(text);
+    if (is_odd({a->out, a->stats, a->dq, a->dk, a->dv})) return refuse("out, stats or a gradient is not aligned");
     const AttentionShape& shape = a->shape;
     const Problem problem{shape, a->q, a->k, a->v};
     const int64_t heads = shape.num_heads_q, heads_kv = shape.num_heads_kv, width = shape.head_dim;
@@ -244,6 +252,8 @@ MAGI_EXPORT int magi_ffa_device_work(const DeviceWorkArgs* args, void*) {
 }
 
 MAGI_EXPORT int magi_ffa_poison(const PoisonArgs* args, void*) {
+    for (int32_t idx = 0; idx < args->num_buffers; ++idx)
+        if (is_odd({args->data[idx]})) return refuse("a buffer is not aligned");
     for (int32_t idx = 0; (*args->status & args->bits) && idx < args->num_buffers; ++idx)
         std::memset(args->data[idx], 0xff, args->num_bytes[idx]);
     for (int32_t bit = 0; (*args->status & args->bits) && args->reports && bit < 3; ++bit)

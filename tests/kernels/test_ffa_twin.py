@@ -174,6 +174,27 @@ def test_two_steps_are_one(dims: tuple[int, int], softmax_scale: float) -> None:
         torch.testing.assert_close(ours - 2, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("softmax_scale", [0.2, -0.2])
+def test_running_results_at_odd_places_are_merged_into(softmax_scale: float) -> None:
+    """Kernels write 16 bytes at once; views into a flat buffer start at any float."""
+    case = make_case(MASK, (4, 2), (64, 64))
+    q, k, v = (case.tensors[name] for name in "qkv")
+    named: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": 0.0}
+    found = []
+    for place in (torch.Tensor.contiguous, odd_place):
+        starts = (torch.zeros(q.shape), torch.full((70, 4), -0.5), torch.full((4,), -1.0))
+        out, lse, top = (place(x) for x in starts)
+        attention_forward(q, k, v, MASK.slices, out=out, lse=lse, max_logits=top, **named)
+        delta = softmax_delta(case.dout, out)
+        grads = [place(torch.full(x.shape, 2.0)) for x in (q, k, v)]
+        attention_backward(case.dout, q, k, v, lse, delta, MASK.slices, **named, **dict(zip(("dq", "dk", "dv"), grads, strict=True)))
+        found.append([out, lse, top, *grads])
+    assert found[1][0].data_ptr() % 16 and found[1][1].data_ptr() % 16
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(found[1][2], torch.full((4,), -1.0)) and (found[1][3] != 2).any()
+
+
 def test_the_general_way_of_one_rank_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:
     case = make_case(MASK, (4, 2), (64, 64), sink_shape=(1, 4), with_dlse=True)
     direct = by_the_door(case, MASK)

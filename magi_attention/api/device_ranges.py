@@ -1,4 +1,7 @@
-"""Range tensors that stay on their GPU: taken as they are, remembered while they are unchanged. Reads no content, plans nothing.
+"""Range tensors that stay on their GPU: taken as they are at each call. Reads no content, plans nothing, remembers nothing.
+
+A list made earlier may be that of other ranges: version counters tell nothing of writes by `.data`, by communication, by kernels of
+others or by the replay of a CUDA graph. So each call has its list made anew, which the host does not wait for.
 
 Their content is checked by the list that a GPU makes of them, so a wrong range is an error of a later call (kernels/device_mask.py);
 cells that two ranges cover are not looked for. In check mode ranges are read by the host, as everywhere else, and checked in full.
@@ -10,18 +13,9 @@ from typing import Any
 
 import torch
 
-from magi_attention.api.key_cache import BoundedCache
 from magi_attention.errors import InputError
 from magi_attention.mask.slices import UNBOUNDED
-from magi_attention.runtime.single import DeviceMask, device_mask, is_capturing
-
-_MAX_MASKS = 4  # each keeps its lists, of some ten MiB; the layers of a step share one
-_masks: BoundedCache[tuple[DeviceMask, tuple[torch.Tensor, ...]]] = BoundedCache(_MAX_MASKS)
-
-
-def clear_device_masks() -> None:
-    """Forget every remembered mask."""
-    _masks.clear()
+from magi_attention.runtime.single import DeviceMask, device_mask
 
 
 def ranges_on_device(q_ranges: Any, k_ranges: Any, types: Any, total_q: int, total_k: int) -> DeviceMask | None:
@@ -32,22 +26,7 @@ def ranges_on_device(q_ranges: Any, k_ranges: Any, types: Any, total_q: int, tot
         return None
     if not q_ranges.is_cuda:
         return None
-    tensors = (q_ranges, k_ranges) if types is None else (q_ranges, k_ranges, types)
-    parts: list[object] = [total_q, total_k]
-    for x in tensors:
-        if x.is_inference():  # without version counters nothing is known to be unchanged
-            return device_mask(tensors, total_q, total_k)
-        parts += (id(x), x._version, x.data_ptr(), x.shape, x.stride())
-    if is_capturing(q_ranges.device):  # lists belong to the graph that makes them
-        return device_mask(tensors, total_q, total_k)
-    key = tuple(parts)
-    found = _masks.get(key)
-    if found is not None:
-        return found[0]
-    mask = device_mask(tensors, total_q, total_k)
-    if mask is not None:
-        _masks.put(key, (mask, tensors))  # with the tensors, so that their ids stay theirs
-    return mask
+    return device_mask((q_ranges, k_ranges) if types is None else (q_ranges, k_ranges, types), total_q, total_k)
 
 
 def slices_on_device(q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from magi_attention.api.device_ranges import clear_device_masks, slices_on_device
+from magi_attention.api.device_ranges import slices_on_device
 from magi_attention.api.index_blocks import mask_from_index_blocks
 from magi_attention.api.key_cache import BoundedCache
 from magi_attention.api.mask_inputs import mask_from_ranges, mask_from_table
@@ -55,7 +55,6 @@ _plans: BoundedCache[AttnPlan] = BoundedCache(_MAX_PLANS)
 def clear_plans() -> None:
     """Forget every remembered single-device plan."""
     _plans.clear()
-    clear_device_masks()
 
 
 def prepare_attention(mask: AttnMask) -> AttnPlan:
@@ -73,7 +72,8 @@ def prepare_attention(mask: AttnMask) -> AttnPlan:
 
 def _plan(mask: AttnMask) -> AttnPlan:
     rank_plan = single_rank_plan(mask.slices, mask.total_q, mask.total_k, mask.area())
-    return AttnPlan(mask, rank_plan, torch.from_numpy(mask.slices.copy()))
+    with torch.inference_mode(False):  # the plan outlives the mode of this call, and a graph saves its slices for a backward
+        return AttnPlan(mask, rank_plan, torch.from_numpy(mask.slices.copy()))
 
 
 def plan_of_ranges(q_ranges: Any, k_ranges: Any, attn_type_map: Any, total_q: int, total_k: int) -> PlanOrSlices:

@@ -42,9 +42,20 @@ class DeviceMask:
         self.derived: dict[Hashable, Any] = {}
         self.calls: dict[Hashable, Any] = {}
 
+    def copied(self) -> DeviceMask:
+        """The same mask from a copy of its tensors, made on the current stream: for what runs later, when they may hold something else.
+
+        The copy is some bytes for each range, where a list made ahead would be held at ten MiB for each layer.
+        """
+        # One torch.cat and views of it take the host as long as these.
+        return DeviceMask(self.total_q, self.total_k, tuple([x.clone() for x in self.tensors]))
+
 
 def device_mask(tensors: tuple[Tensor, ...], total_q: int, total_k: int) -> DeviceMask | None:
-    """The mask of (q_ranges, k_ranges[, types]) or of (slices,); None when they are not what the planner on a GPU reads."""
+    """The mask of (q_ranges, k_ranges[, types]) or of (slices,); None when they are not what the planner on a GPU reads.
+
+    Tensors that are not contiguous are copied on the current stream: the mask is for launches on this stream.
+    """
     first = tensors[0]
     device, dtype, num_slices = first.device, first.dtype, first.shape[0] if first.dim() else 0
     shapes = ((num_slices, 6),) if len(tensors) == 1 else ((num_slices, 2), (num_slices, 2), (num_slices,))
@@ -128,7 +139,8 @@ def _reports_of(device: torch.device) -> _Reports:
         return _NONE  # nothing is allocated on the host in a capture; results are poisoned all the same
     with _lock:
         if device.type not in _reports:
-            words = torch.zeros(_NUM_REASONS, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+            with torch.inference_mode(False):  # outlives the mode of the call that happens to be first
+                words = torch.zeros(_NUM_REASONS, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
             _reports[device.type] = _Reports(words)
         return _reports[device.type]
 

@@ -63,8 +63,13 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """A CUDA graph is being captured on the current stream."""
-    return device.type == "cuda" and _is_capturing()
+    """A CUDA graph is being captured on the current stream of the device."""
+    if device.type != "cuda":
+        return False
+    if device.index is None or device.index == _current_device():
+        return _is_capturing()
+    with torch.cuda.device(device):  # CUDA tells it of the current device alone
+        return _is_capturing()
 
 
 class DeviceArray:
@@ -127,9 +132,10 @@ def uploaded(values: npt.NDArray[np.int32], device: torch.device, what: str) -> 
             f"{what} is not on {device} yet and a CUDA graph is being captured; run the same calls once before the capture (the backward "
             "too, when it is captured) with the same plan, and keep the plan"
         )
-    staged = torch.empty(values.size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    staged.numpy()[:] = values
-    return DeviceArray(staged.to(device, non_blocking=True))
+    with torch.inference_mode(False):  # outlives the mode of the call that happens to be first
+        staged = torch.empty(values.size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        staged.numpy()[:] = values
+        return DeviceArray(staged.to(device, non_blocking=True))
 
 
 class launching:

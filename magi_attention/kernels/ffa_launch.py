@@ -66,5 +66,6 @@ def counter(device: torch.device, stream: int) -> Tensor:
         return torch.empty(1, dtype=torch.int32, device=device)
     found = _counters.on.get(device)
     if found is None:
-        found = _counters.on[device] = torch.empty(1, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # outlives the mode of the call that happens to be first
+            found = _counters.on[device] = torch.empty(1, dtype=torch.int32, device=device)
     return found

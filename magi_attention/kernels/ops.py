@@ -57,7 +57,7 @@ def _forward(
         q,
         k,
         v,
-        _records(slices, q.shape[0], k.shape[0]),
+        _records(slices, q, k),
         AttentionOptions(softmax_scale, softcap, backend, deterministic, sm_margin),
         sink=sink,
         out_dtype=q.dtype,
@@ -107,7 +107,7 @@ def _backward(
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     options = AttentionOptions(softmax_scale, softcap, backend, deterministic, sm_margin)
     rows = Rows(q, dout, lse, delta, out, dlse)
-    dk, dv = attention_backward_fresh(rows, k, v, _records(slices, q.shape[0], k.shape[0]), options, dq=dq, dkv_dtype=k.dtype)
+    dk, dv = attention_backward_fresh(rows, k, v, _records(slices, q, k), options, dq=dq, dkv_dtype=k.dtype)
     dsink = q.new_empty(0) if sink is None else sink_backward(sink, sink_layout, lse, delta)
     return dq.to(q.dtype), dk, dv, dsink
 
@@ -144,9 +144,11 @@ flex_attention_op = torch.ops.magi_attention.flex_attention.default
 _backward_op = torch.ops.magi_attention.flex_attention_backward.default
 
 
-def _records(slices: Tensor, total_q: int, total_k: int) -> npt.NDArray[np.integer] | DeviceMask:
-    """Slices on the host as they are; on a GPU they stay there when the planner there reads them."""
-    found = None if slices.device.type == "cpu" else device_mask((slices,), total_q, total_k)
+def _records(slices: Tensor, q: Tensor, k: Tensor) -> npt.NDArray[np.integer] | DeviceMask:
+    """Slices on the host as they are; on a GPU they stay there when the planner there reads them, and come to the one of q."""
+    if slices.device.type != "cpu" and slices.device != q.device:
+        slices = slices.to(q.device)
+    found = None if slices.device.type == "cpu" else device_mask((slices,), q.shape[0], k.shape[0])
     if found is None:
         return slices.cpu().numpy()
     check_reports()

@@ -205,10 +205,9 @@ class _DirectAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         mask, call = held
         out, lse, max_logits = _forward(q, k, v, sink, call)
-        ctx.held = held
-        saved = (q, k, v, out, lse) if sink is None else (q, k, v, out, lse, sink)
-        # The backward reads ranges on a GPU again; saved, a write to them in between is an error.
-        ctx.save_for_backward(*saved, *mask.tensors) if isinstance(mask, DeviceMask) else ctx.save_for_backward(*saved)
+        # Ranges on a GPU may be written to before the backward, also where no version counter tells: it reads what the forward read.
+        ctx.held = (mask.copied() if isinstance(mask, DeviceMask) else mask, call.form)
+        ctx.save_for_backward(q, k, v, out, lse) if sink is None else ctx.save_for_backward(q, k, v, out, lse, sink)
         ctx.set_materialize_grads(False)
         if max_logits is None:
             return out, lse
@@ -217,11 +216,13 @@ class _DirectAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: object) -> Any:
-        mask, call = ctx.held
+        mask, form = ctx.held
+        if isinstance(mask, DeviceMask):  # its lists go with this backward, not with a graph that somebody still holds
+            mask = DeviceMask(mask.total_q, mask.total_k, mask.tensors)
         has_sink = len(ctx.needs_input_grad) == 5
         needs = (*ctx.needs_input_grad[:3], has_sink and ctx.needs_input_grad[4])
         q, k, v, out, lse, *others = ctx.saved_tensors
-        gradients = functools.partial(_gradients, mask, call.form, needs)
+        gradients = functools.partial(_gradients, mask, form, needs)
         dq, dk, dv, dsink = first_order("attention", gradients, dout, dlse, q, k, v, others[0] if has_sink else None, out, lse)
         return (dq, dk, dv, None, dsink) if has_sink else (dq, dk, dv, None)
 

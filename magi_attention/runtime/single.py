@@ -6,7 +6,6 @@ import numpy as np
 
 from magi_attention.kernels.attention import WorkList, clear_prepared, prepare
 from magi_attention.kernels.device_mask import DeviceMask, device_mask
-from magi_attention.kernels.ffa_device import is_capturing
 from magi_attention.kernels.ops import cast_for_autocast, single_device_attention
 from magi_attention.kernels.select import describe as check_tensors
 from magi_attention.plan.types import DispatchPlan, Int32Array, RankPlan, StepPlan, frozen_array
@@ -19,7 +18,6 @@ __all__ = [
     "check_tensors",
     "clear_prepared",
     "device_mask",
-    "is_capturing",
     "prepare",
     "single_device_attention",
     "single_rank_plan",

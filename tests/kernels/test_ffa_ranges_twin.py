@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from magi_attention.api import AttnMask, InputError, flex_flash_attn_func
-from magi_attention.api.device_ranges import slices_on_device
-from magi_attention.kernels import ffa_device_work, ops
+from magi_attention.api import AttnMask, InputError, flex_flash_attn_func, prepare_attention
+from magi_attention.api.device_ranges import ranges_on_device, slices_on_device
+from magi_attention.kernels import device_mask as planned
+from magi_attention.kernels import ffa_device, ffa_device_work, ffa_launch, ops
 from magi_attention.kernels.attention import AttentionOptions, attention_forward_fresh
 from magi_attention.kernels.device_mask import DeviceMask, check_reports, device_mask
+from magi_attention.kernels.ffa_device import uploaded
 from magi_attention.kernels.ffa_forward import ForwardCall, ForwardForm
 from magi_attention.kernels.ops import single_device_attention
 from magi_attention.mask.typed_ranges import bands_from_types
@@ -111,14 +115,83 @@ def test_several_wrong_lists_are_told_together() -> None:
     check_reports()
 
 
-def test_ranges_written_between_forward_and_backward_are_an_error() -> None:
+@pytest.mark.parametrize("types_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_backward_reads_the_ranges_of_its_forward(types_dtype: torch.dtype, deterministic: bool) -> None:
     q = torch.randn(20, 2, 64).bfloat16().requires_grad_()
-    mask = on_host([[0, 20]], [[0, 20]], [1], (20, 20))
-    found = attend_directly(q, q, q, None, mask, Request())
-    assert found is not None
-    mask.tensors[0].add_(0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        found[0].float().sum().backward()
+    found = []
+    for is_written in (False, True):
+        mask = on_host([[0, 12], [12, 20]], [[0, 12], [3, 20]], [1, 0], (20, 20), torch.int32)
+        mask.tensors = (*mask.tensors[:2], mask.tensors[2].to(types_dtype))
+        out, _, _ = attend_directly(q, q, q, None, mask, Request(deterministic=deterministic)) or (q, q, q)
+        for x in mask.tensors if is_written else ():
+            x.numpy()[:] = 0  # no version counter tells
+        found.append(torch.autograd.grad(out.float().square().sum(), q, retain_graph=True)[0])
+        kept: Any = out.grad_fn
+        assert not kept.held[0].derived, "a list of some MiB would live as long as the graph"
+        assert torch.equal(torch.autograd.grad(out.float().square().sum(), q)[0], found[-1])
+    assert torch.equal(*found) and found[0].count_nonzero()
+
+
+def test_ranges_are_taken_anew_at_each_call() -> None:
+    """Nothing that PyTorch knows of a tensor says that its content is what it was."""
+    with FakeTensorMode():  # stands for a GPU
+        pairs = torch.empty(3, 2, dtype=torch.int32, device="cuda")
+        masks = [ranges_on_device(pairs, pairs, None, 5, 5) for _ in range(2)]
+    assert masks[0] is not None and masks[1] is not None and masks[0] is not masks[1]
+    assert masks[0].derived is not masks[1].derived and masks[0].calls is not masks[1].calls
+
+
+def test_ranges_made_in_inference_mode_serve_training() -> None:
+    q = torch.randn(20, 2, 64).bfloat16().requires_grad_()
+    given = ([[0, 20]], [[0, 20]], [1], (20, 20))
+    with torch.inference_mode():
+        made = on_host(*given)
+    grads = []
+    for mask in (made, on_host(*given)):
+        out, _, _ = attend_directly(q, q, q, None, mask, Request()) or (q, q, q)
+        grads.append(torch.autograd.grad(out.float().sum(), q)[0])
+    assert torch.equal(*grads)
+
+
+def test_what_outlives_a_call_in_inference_mode_is_no_tensor_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "_reports", {})
+    monkeypatch.setattr(ffa_launch, "_counters", ffa_launch._Counters())
+    cpu, mask = torch.device("cpu"), typed([(0, 20, 0, 20, "causal")], 20, 20)
+    q = torch.randn(20, 2, 64).bfloat16().requires_grad_()
+    with torch.inference_mode():
+        attend_directly(q, q, q, None, on_host([[0, 20]], [[0, 20]], [4], (20, 20)), Request())
+        lists = uploaded(np.zeros(3, np.int32), cpu, "a list").tensor
+        slices = prepare_attention(mask).slices
+    kept = (planned._reports["cpu"]._memory, ffa_launch.counter(cpu, 0), lists, slices)
+    assert not any(x is None or x.is_inference() for x in kept)
+    with pytest.raises(InputError, match="a type is unknown"):
+        check_reports()
+    single_device_attention(q, q, q, slices)[0].float().sum().backward()  # as in a compiled graph, which saves the slices
+
+
+def test_slices_on_another_gpu_come_to_the_one_of_q() -> None:
+    with FakeTensorMode():
+        slices = torch.empty(3, 6, dtype=torch.int32, device="cuda:1")
+        q, k = (torch.empty(rows, 2, 64, device="cuda:0") for rows in (20, 10))
+        found = ops._records(slices, q, k)
+    assert isinstance(found, DeviceMask) and found.tensors[0].device == q.device and (found.total_q, found.total_k) == (20, 10)
+
+
+def test_a_capture_is_looked_for_on_the_device_that_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextlib.contextmanager
+    def switched(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(ffa_device, "_current_device", lambda: current[0])
+    monkeypatch.setattr(ffa_device, "_is_capturing", lambda: current[0] == 1)
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    found = [ffa_device.is_capturing(torch.device(name)) for name in ("cuda:1", "cuda:0", "cuda", "cpu")]
+    assert found == [True, False, False, False] and current == [0]
 
 
 def test_what_the_planner_does_not_read_goes_to_the_host() -> None:
@@ -155,7 +228,7 @@ def test_the_operation_walks_slices_on_a_gpu_there(monkeypatch: pytest.MonkeyPat
     q, k, v = case.tensors.values()
     slices = torch.from_numpy(mask.slices.copy())
     expected = single_device_attention(q, k, v, slices)
-    monkeypatch.setattr(ops, "_records", lambda slices, total_q, total_k: DeviceMask(total_q, total_k, (slices,)))
+    monkeypatch.setattr(ops, "_records", lambda slices, q, k: DeviceMask(len(q), len(k), (slices,)))
     found = single_device_attention(q, k, v, slices)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     monkeypatch.setattr("magi_attention.kernels.attention.choose", lambda *_: "blocked")  # which the host reads them for

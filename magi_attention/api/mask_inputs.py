@@ -1,8 +1,8 @@
 """Masks from what callers pass at every call, remembered so that a repeated call does not check and sort again. Plans nothing.
 
 Host data is known by its bytes. CUDA tensors are known by identity and version counter, because reading their bytes would stop the
-host: the first call with a tensor copies it, later calls with the same unchanged tensor do not. Writes that PyTorch cannot see (a raw
-kernel into the tensor's memory) need a new tensor or clear_cache().
+host: the first call with a tensor copies it, later calls with the same unchanged tensor do not. Writes that PyTorch does not count
+(by .data, torch.distributed, other kernels, the replay of a CUDA graph) need a new tensor or clear_cache().
 """
 
 from __future__ import annotations

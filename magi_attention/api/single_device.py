@@ -68,10 +68,15 @@ def flex_flash_attn_func(
     """Attention of packed tokens with any mask, on one device.
 
     The mask is exactly one of: (q_ranges, k_ranges[, attn_type_map]), index_attn_indices, mask, plan. Ranges and tables are checked
-    once per content: a repeated call, or any call with the same unchanged CUDA tensors, checks nothing and does not stop the host.
-    (Writes that PyTorch cannot see, by a raw kernel into such a tensor, need a new tensor or clear_cache().) Where a compiled kernel
-    runs, ranges that are all int32 or int64 CUDA tensors never reach the host: results of a wrong range are NaN, the error comes with
-    the next call or the backward, and cells covered twice are not looked for; MAGI_CHECK=1 checks such ranges in full, first.
+    once per content, before anything runs; a repeated call checks nothing.
+
+    Where a compiled kernel runs, ranges that are all int32 or int64 CUDA tensors never reach the host. Every call reads them anew, in
+    the order of the current stream, and its backward uses what the forward has read, whatever is written to them in between. Results
+    of a wrong range are NaN, and the error comes with the next call or the backward. Ranges that overlap are not looked for: a cell
+    covered twice counts twice, silently. Run with MAGI_CHECK=1 to have such ranges checked in full, first.
+
+    Other CUDA tensors (tables, and ranges where the blocked path runs) are read by the host, which waits, and not again while PyTorch
+    counts no write to them: writes by .data, torch.distributed, other kernels or a graph replay need a new tensor or clear_cache().
 
     Under autocast, q, k and v are cast to the autocast dtype (float64 stays). Any strides are accepted; dout may be broadcast.
     torch.compile(fullgraph=True) sees registered operations; there, ranges are tensors or lists, and an AttnMask is passed as plan=.
@@ -80,7 +85,8 @@ def flex_flash_attn_func(
         q: [total_q, num_heads_q, head_dim], bf16, fp16, fp32 or fp64.
         k: [total_k, num_heads_kv, head_dim], dtype of q; num_heads_q is a multiple of num_heads_kv.
         v: [total_k, num_heads_kv, head_dim_v], dtype of q.
-        q_ranges, k_ranges: int [n, 2] half-open token ranges: int32 or int64 tensors of any device, arrays, lists or AttnRanges.
+        q_ranges, k_ranges: int [n, 2] half-open token ranges: int32 or int64 tensors of any device, arrays, lists or AttnRanges. No
+            (row, column) may be covered by two of them.
         attn_type_map: int [n], 0 full, 1 causal, 2 inv_causal, 3 bi_causal; None is all full.
         sink: fp32 logits that join the softmax denominator and bring no value: "sh" [num_sink, num_heads_q] or "ssh"
             [total_q, num_sink, num_heads_q]. Differentiable.

@@ -17,7 +17,7 @@ from magi_attention.kernels.ffa_device import is_capturing
 from magi_attention.kernels.ops import single_device_attention
 from magi_attention.mask.typed_ranges import bands_from_types
 from magi_attention.testing.masks import random_typed_ranges
-from tests.kernels.cuda import assert_same_bits, on_cuda, on_gpu
+from tests.kernels.cuda import allowed_us, assert_same_bits, on_cuda, on_gpu
 from tests.kernels.problems import make_case
 from tests.no_host_wait import no_host_wait
 
@@ -129,7 +129,8 @@ def test_every_write_is_seen_by_the_next_call_and_by_no_backward_before(way: Any
     write()
     grads = torch.autograd.grad(out, (q, k, v), dout)
     assert way is counted or versions == [x._version for x in ranges], "no counter tells, or this tests nothing"
-    assert_same_bits("a backward after the write", dict(zip(("dq", "dk", "dv"), grads, strict=True)), before)
+    expected = {name: before[name] for name in ("dq", "dk", "dv")}
+    assert_same_bits("a backward after the write", dict(zip(expected, grads, strict=True)), expected)
     assert_same_bits("after the write", run(tensors, *ranges), after)
 
 
@@ -289,4 +290,4 @@ def test_a_call_with_ranges_costs_80_us_of_the_host(
     spent = statistics.median(times[50:]) * 1e6
     record_property("host_us", spent)
     print(f"forward with range tensors, new={is_new}, requires_grad={requires_grad}: {spent:.1f} us")
-    assert spent <= (100 if requires_grad else 80)  # with the copy for the backward and a node of autograd
+    assert spent <= allowed_us(100 if requires_grad else 80)  # with the copy for the backward and a node of autograd

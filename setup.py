@@ -52,7 +52,7 @@ class BuildLibraries(build_ext):
         except BuildError as error:
             raise SystemExit(f"error: {error}") from None
         if self.kernels is None:
-            say(f"building without CUDA kernels: {why}; attention on GPUs will run the slow torch path")
+            say(f"building without CUDA kernels: {why}; bf16 and fp16 attention on GPUs will be refused, on CPUs nothing changes")
             self.extensions = [ext for ext in self.extensions if ext.name != KERNELS]
         super().run()
 

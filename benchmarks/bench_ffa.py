@@ -292,6 +292,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ffa_host_cost.main(args.csv, facts(args.commit), args.gate is not None)
     grid = cells(args.masks, args.sizes, args.heads, args.dims, args.dtypes)
     anchors = read_anchors(ANCHORS_CSV)
+    if args.source and not args.source.exists():
+        raise SystemExit(f"bench_ffa --from {args.source}: no such file; recorded rows are in benchmarks/results")
     rows = read_rows(args.source) if args.source else _measured(grid, args)
     selected = set(grid)
     shown = [row for row in rows if _cell_of(row) in selected]

@@ -143,7 +143,8 @@ and on any number of ranks.
 
 A GPU of compute capability 9.0 and a build with every variant of `csrc/attention/variants.txt`. Up to 128, a head_dim that is not
 compiled runs on the next wider kernel with zero columns: exact, at the cost of the wider kernel and of copies in and out. On other GPUs,
-and in builds without compiled kernels, bf16 and fp16 need `backend="blocked"`; the error lists what is compiled.
+and in builds without compiled kernels, bf16 and fp16 need a key with `DistAttnConfig(kernel_backend="blocked")`; the error lists what is
+compiled.
 
 {table(["device", "dtype", "`kernel_backend`", "head_dim up to 128", "above"], paths)}
 """

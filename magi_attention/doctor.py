@@ -71,7 +71,7 @@ def _base_findings(facts: MachineFacts) -> list[Finding]:
     found = []
     if facts.solver is None:
         why = facts.errors.get("solver", "unknown error")
-        fix = "python -m pip install --force-reinstall --no-deps magi-attention; in a source tree: python setup.py build_ext --inplace"
+        fix = "in the clone: python -m pip install --force-reinstall --no-deps . (editable: python setup.py build_ext --inplace)"
         found.append(Finding("solver", Severity.BROKEN, f"the compiled planner does not run: {why}", fix))
     if facts.torch is None:
         why = facts.errors.get("torch", "unknown error")
@@ -83,7 +83,7 @@ def _base_findings(facts: MachineFacts) -> list[Finding]:
         found.append(Finding("torch_version", Severity.BROKEN, text, f"python -m pip install 'torch>={rule}'"))
     if "kernels" in facts.errors:
         text = f"the kernel selection does not run: {facts.errors['kernels']}"
-        found.append(Finding("kernels", Severity.BROKEN, text, "python -m pip install --force-reinstall --no-deps magi-attention"))
+        found.append(Finding("kernels", Severity.BROKEN, text, "in the clone: python -m pip install --force-reinstall --no-deps ."))
     if not facts.torch.has_gloo:
         text = "torch.distributed has no gloo, so CPU tensors cannot be exchanged between ranks"
         found.append(
@@ -95,7 +95,7 @@ def _base_findings(facts: MachineFacts) -> list[Finding]:
 def _compiled_findings(facts: MachineFacts) -> list[Finding]:
     """The library of CUDA kernels against itself and against the GPUs that are here, whether or not torch sees them."""
     compiled = facts.compiled
-    fix = "python -m pip install --force-reinstall --no-deps magi-attention; in a source tree: make kernels ARGS=--inplace"
+    fix = "in the clone: python -m pip install --force-reinstall --no-deps . ; for an editable install: make kernels ARGS=--inplace"
     if compiled is None:
         text = f"the library of CUDA kernels does not answer: {facts.errors.get('compiled', 'unknown error')}"
         return [Finding("kernel_library", Severity.DEGRADED, text, fix)]
@@ -106,7 +106,7 @@ def _compiled_findings(facts: MachineFacts) -> list[Finding]:
             "kernel_architecture",
             Severity.NOTE,
             f"a GPU of compute capability {major}.{minor} is here, and the CUDA kernels are compiled for {', '.join(compiled.archs)} only",
-            "attention on it needs backend='blocked' (kernel_backend= of a config), exact but slow",
+            "attention on it needs a key with DistAttnConfig(kernel_backend='blocked'), exact but slow",
         )
         for major, minor in _unserved(facts)
     ]
@@ -173,7 +173,9 @@ def _gpu_findings(facts: MachineFacts, torch: TorchFacts) -> list[Finding]:
         text = f"a GPU of compute capability {major}.{minor} is here, and torch {torch.version} has code for {', '.join(torch.archs)} only"
         found.append(Finding("architecture", Severity.DEGRADED, text, "install a torch build that lists this GPU's architecture"))
     if any(kernel.device_type == "cuda" and kernel.chosen != "ffa" for kernel in facts.kernels) and not _unserved(facts):
-        text = "no compiled CUDA attention kernel runs here; bf16 and fp16 CUDA tensors need backend='blocked', exact but slow"
+        text = (
+            "no compiled CUDA attention kernel runs here; bf16 and fp16 there need DistAttnConfig(kernel_backend='blocked') of a key: slow"
+        )
         found.append(
             Finding(
                 "no_cuda_kernel",

@@ -170,4 +170,6 @@ def stats_floats(total_q: int, num_heads_q: int) -> int:
 
 def _failure(what: str, lib: Any) -> RuntimeError:
     text = (lib.magi_ffa_error() or b"").decode(errors="replace") or "no reason given"
-    return RuntimeError(f"compiled attention {what}: {text}; backend='blocked' (kernel_backend= of a config) runs without compiled kernels")
+    return RuntimeError(
+        f"compiled attention {what}: {text}; DistAttnConfig(kernel_backend='blocked') of a key runs without compiled kernels"
+    )

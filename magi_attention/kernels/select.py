@@ -22,6 +22,7 @@ from magi_attention.kernels.sink import check_sink
 from magi_attention.kernels.tensors import require_tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ASKED_BY = "DistAttnConfig(kernel_backend='blocked') of a key, also with one rank (slow)"
 _SOFTCAP_RULE = "must be 0 (off) or in [1e-6, 1e30]"
 _FFA_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -176,12 +177,12 @@ def reasons_against_blocked(desc: AttentionDesc, *, is_asked_for: bool, build: B
     if desc.device_type == "cpu" or is_asked_for:
         return []
     if desc.dtype == torch.float32:
-        return [f"q has dtype torch.float32 on {desc.device_type}: cast q, k and v to torch.bfloat16, or ask for backend='blocked' (slow)"]
+        return [
+            f"q has dtype torch.float32 on {desc.device_type}: cast q, k and v to torch.bfloat16, or ask for the blocked path: {_ASKED_BY}"
+        ]
     is_for_kernels = padded_head_dim(desc.head_dim, desc.head_dim_v) is not None or _reasons_of_the_device(desc, build or this_build())
     if desc.dtype in _FFA_DTYPES and is_for_kernels:
-        return [
-            f"{desc.dtype} on {desc.device_type} is for compiled kernels; ask for backend='blocked' (kernel_backend= of a config; slow)"
-        ]
+        return [f"{desc.dtype} on {desc.device_type} is for compiled kernels; the blocked path runs with {_ASKED_BY}"]
     return []
 
 

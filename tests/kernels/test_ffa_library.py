@@ -75,9 +75,9 @@ def test_every_function_of_the_header_is_bound() -> None:
 def test_a_refused_launch_tells_the_reason_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     install_twin(monkeypatch)
     try:
-        with pytest.raises(RuntimeError, match=r"forward: head_dim is not 64 or 128; backend='blocked'"):
+        with pytest.raises(RuntimeError, match=r"forward: head_dim is not 64 or 128; .*backend='blocked'"):
             ffa_library.run_forward(bytes(ffa_library.ForwardArgs()), 0)
-        with pytest.raises(RuntimeError, match=r"backward: head_dim is not 64 or 128; backend='blocked'"):
+        with pytest.raises(RuntimeError, match=r"backward: head_dim is not 64 or 128; .*backend='blocked'"):
             ffa_library.run_backward(ffa_library.BackwardArgs(), 0)
         assert ffa_library.tile_of("forward", 64) == (48, 16) and ffa_library.tile_of("dq", 64) == (40, 8)
         with pytest.raises(RuntimeError, match="forward tile: no such head_dim"):

@@ -70,7 +70,7 @@ struct ForwardParams {
     float* max_logits;
 };
 
-// One thread walks segments and blocks, and keeps the rings full. It has 24 registers: what the inner loop does not need stays in shared
+// One thread walks segments and blocks, and keeps the rings full. It has few registers: what the inner loop does not need stays in shared
 // memory.
 template <class Traits>
 __device__ __forceinline__ void load_forward(const ForwardParams& params, ForwardShared<Traits>& shared) {

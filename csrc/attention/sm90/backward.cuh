@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "attention/sm90/backward_load.cuh"
+#include "attention/sm90/products.cuh"
 #include "attention/sm90/softmax.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
@@ -42,27 +43,12 @@ struct BackwardMath {
 
     // acc = rows [64 x dim] of the tile times the transposed block. The caller fences.
     __device__ __forceinline__ void issue_transposed(Scores& acc, const T* tile, const T* block) {
-        const uint64_t a = ptx::operand(tile + group * 64 * 64), b = ptx::operand(block);
-#pragma unroll
-        for (int step = 0; step < Traits::kDim / 16; ++step) {
-            const int half = step / 4, within = 32 * (step % 4);
-            ptx::Wgmma<T, Traits::kCols, false, false>::ss(acc, ptx::advance(a, half * kTileHalf + within),
-                                                           ptx::advance(b, half * kBlockHalf + within), step != 0);
-        }
-        ptx::wgmma_commit();
+        issue_rows_by_rows<T, Traits::kDim, Traits::kCols>(acc, tile + group * 64 * 64, kTileHalf, block, kBlockHalf);
     }
 
     // acc += weights [64 x queries] times the block.
     __device__ __forceinline__ void issue_sums(Sums& acc, Packed& weights, const T* block) {
-        const uint64_t b = ptx::operand(block, kBlockHalf);
-        ptx::pin(acc);
-        ptx::pin(weights);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < Traits::kCols / 16; ++step)
-            ptx::Wgmma<T, Traits::kDim, false, true>::rs(acc, weights[4 * step], weights[4 * step + 1], weights[4 * step + 2],
-                                                         weights[4 * step + 3], ptx::advance(b, step * 2048), 1);
-        ptx::wgmma_commit();
+        issue_weights_by_block<T, Traits::kDim>(acc, weights, block, kBlockHalf, true);
     }
 
     // This warpgroup's columns of dS k.
@@ -82,12 +68,7 @@ struct BackwardMath {
         const Block block = shared.block[stage].block;
         const int num_cols = block.num_cols();
         if (num_cols == Traits::kCols || block.col_begin + num_cols >= params.total_q) return;
-        const uint32_t base = ptx::shared_address(rows);
-        const int chunks = (Traits::kCols - num_cols) * 8;
-        for (int half = 0; half < Traits::kHalves; ++half)
-            for (int chunk = 32 * warp + lane; chunk < chunks; chunk += 128)
-                ptx::store_zeros(base + half * kBlockHalf + num_cols * 128 + chunk * 16);
-        ptx::fence_async_shared();
+        clear_rows_from<Traits::kDim, Traits::kCols>(rows, num_cols, 32 * warp + lane);
         sync_group();
     }
 
@@ -161,7 +142,6 @@ struct BackwardMath {
     __device__ __forceinline__ void differentiate(Scores& scores, Scores& dscores, Packed& weights, int first, bool hides,
                                                   const ColumnBits<2, kWords>& bits);
     __device__ __forceinline__ void store(void* to, const Item& item, const Sums& values, float scale);
-    __device__ __forceinline__ void store_zeros(const Item& item);
 };
 
 // What the rows of this thread see of the block.

@@ -10,6 +10,7 @@
 
 #include "attention/launch.h"
 #include "attention/sm90/block_mask.cuh"
+#include "attention/sm90/products.cuh"
 #include "attention/sm90/schedule.cuh"
 #include "attention/sm90/softmax.cuh"
 #include "attention/sm90/tiles.h"
@@ -126,28 +127,16 @@ struct DqMath {
     }
 
     __device__ __forceinline__ void issue_rows(Scores& acc, const T* tile, const T* block) {
-        const uint64_t a = ptx::operand(tile + group * 64 * 64), b = ptx::operand(block);
         ptx::pin(acc);
         ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < Traits::kDim / 16; ++step) {
-            const int half = step / 4, within = 32 * (step % 4);
-            ptx::Wgmma<T, Traits::kCols, false, false>::ss(acc, ptx::advance(a, half * kTileHalf + within),
-                                                           ptx::advance(b, half * kBlockHalf + within), step != 0);
-        }
-        ptx::wgmma_commit();
+        issue_rows_by_rows<T, Traits::kDim, Traits::kCols>(acc, tile + group * 64 * 64, kTileHalf, block, kBlockHalf);
     }
 
     // Keys past those that exist: whatever memory holds there must not meet a gradient of 0 as NaN.
     __device__ __forceinline__ void clear_missing(T* rows, const Block& block) {
         const int num_cols = block.num_cols();
         if (num_cols == Traits::kCols || block.col_begin + num_cols >= params.total_k) return;
-        const uint32_t base = ptx::shared_address(rows);
-        const int chunks = (Traits::kCols - num_cols) * 8;
-        for (int half = 0; half < Traits::kHalves; ++half)
-            for (int chunk = 32 * warp + lane; chunk < chunks; chunk += 128)
-                ptx::store_zeros(base + half * kBlockHalf + num_cols * 128 + chunk * 16);
-        ptx::fence_async_shared();
+        clear_rows_from<Traits::kDim, Traits::kCols>(rows, num_cols, 32 * warp + lane);
         ptx::named_sync(2 + group, 128);
     }
 
@@ -188,15 +177,7 @@ __device__ __forceinline__ bool DqMath<Traits>::step(const Item& item, Sums& dq,
     uint32_t packed[Traits::kCols / 4];
 #pragma unroll
     for (int i = 0; i < Traits::kCols / 4; ++i) packed[i] = ptx::pack<T>(dscores[2 * i], dscores[2 * i + 1]);
-    const uint64_t k = ptx::operand(shared.k[stage], kBlockHalf);
-    ptx::pin(dq);
-    ptx::pin(packed);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Traits::kCols / 16; ++step)
-        ptx::Wgmma<T, Traits::kDim, false, true>::rs(dq, packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3],
-                                                     ptx::advance(k, step * 2048), 1);
-    ptx::wgmma_commit();
+    issue_weights_by_block<T, Traits::kDim>(dq, packed, shared.k[stage], kBlockHalf, true);
     ptx::wgmma_wait<0>();
     ptx::pin(dq);
     release(&shared.kv_empty[stage]);

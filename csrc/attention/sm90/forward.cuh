@@ -14,6 +14,7 @@
 
 #include "attention/launch.h"
 #include "attention/sm90/block_mask.cuh"
+#include "attention/sm90/products.cuh"
 #include "attention/sm90/schedule.cuh"
 #include "attention/sm90/softmax.cuh"
 #include "attention/sm90/tiles.h"
@@ -35,8 +36,8 @@ struct ForwardTraits {
     static constexpr int kThreads = 128 * (kGroups + 1);
     static constexpr int kStages = 2;
     static constexpr int kHalves = kDim / 64;  // 128-byte wide columns of a row
-    static constexpr int kLoadRegisters = kGroups == 2 ? 40 : 32;
-    static constexpr int kMathRegisters = kGroups == 2 ? 232 : 160;
+    static constexpr int kLoadRegisters = 40;
+    static constexpr int kMathRegisters = 232;
 };
 
 template <class Traits>
@@ -150,29 +151,14 @@ struct ForwardMath {
     }
 
     __device__ __forceinline__ void issue_scores(float (&scores)[kScores], int stage) {
-        const uint64_t q = ptx::operand(shared.q + group * 64 * 64);
-        const uint64_t k = ptx::operand(shared.k[stage]);
         ptx::pin(scores);
         ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < Traits::kDim / 16; ++step) {
-            const int half = step / 4, within = 32 * (step % 4);
-            ptx::Wgmma<T, Traits::kCols, false, false>::ss(scores, ptx::advance(q, half * Traits::kRows * 128 + within),
-                                                           ptx::advance(k, half * kHalfBytes + within), step != 0);
-        }
-        ptx::wgmma_commit();
+        issue_rows_by_rows<T, Traits::kDim, Traits::kCols>(scores, shared.q + group * 64 * 64, Traits::kRows * 128, shared.k[stage],
+                                                           kHalfBytes);
     }
 
     __device__ __forceinline__ void issue_values(float (&out)[kOut], uint32_t (&weights)[kScores / 2], int stage, bool accumulate) {
-        const uint64_t v = ptx::operand(shared.v[stage], kHalfBytes);
-        ptx::pin(out);
-        ptx::pin(weights);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < Traits::kCols / 16; ++step)
-            ptx::Wgmma<T, Traits::kDim, false, true>::rs(out, weights[4 * step], weights[4 * step + 1], weights[4 * step + 2],
-                                                         weights[4 * step + 3], ptx::advance(v, step * 2048), accumulate || step != 0);
-        ptx::wgmma_commit();
+        issue_weights_by_block<T, Traits::kDim>(out, weights, shared.v[stage], kHalfBytes, accumulate);
     }
 
     // Rows of the value block past the columns that exist hold whatever memory held, and 0 * NaN is NaN. Both warpgroups write the same
@@ -180,12 +166,7 @@ struct ForwardMath {
     __device__ __forceinline__ void clear_missing_values(const Block& block, int stage) {
         const int num_cols = block.num_cols();
         if (num_cols == Traits::kCols || block.col_begin + num_cols >= params.total_k) return;
-        const uint32_t base = ptx::shared_address(shared.v[stage]);
-        const int chunks = (Traits::kCols - num_cols) * 8;
-        for (int half = 0; half < Traits::kHalves; ++half)
-            for (int chunk = 32 * warp + lane; chunk < chunks; chunk += 128)
-                ptx::store_zeros(base + half * kHalfBytes + num_cols * 128 + chunk * 16);
-        ptx::fence_async_shared();
+        clear_rows_from<Traits::kDim, Traits::kCols>(shared.v[stage], num_cols, 32 * warp + lane);
         sync_group();
     }
 

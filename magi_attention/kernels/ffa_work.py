@@ -9,7 +9,7 @@ import torch
 from magi_attention.kernels import ffa_library
 from magi_attention.kernels.device_mask import DeviceMask, plan_on_device
 from magi_attention.kernels.ffa_device import DeviceArray, uploaded
-from magi_attention.kernels.tile_work import tile_work
+from magi_attention.kernels.tile_work import TileWork, tile_work
 from magi_attention.kernels.work import WorkList
 
 Mask = WorkList | DeviceMask
@@ -62,12 +62,14 @@ _lock = threading.Lock()  # a backward may run on another thread
 
 def _make(mask: Mask, direction: str, head_dim: int, device: torch.device) -> DeviceWork:
     is_transposed = direction == "backward"
-    tile = _cheaper_tile(mask, head_dim) if direction == "forward_any" else ffa_library.tile_of(direction, head_dim)
+    tile, host = ffa_library.tile_of("forward" if direction == "forward_any" else direction, head_dim), None
+    if direction == "forward_any" and not isinstance(mask, DeviceMask):
+        tile, host = _cheaper(mask, tile, ffa_library.tile_of("forward_wide", head_dim))
     # Kernels of one tile shape share a list.
     shared = (is_transposed, tile, device)
     with _lock:
         if shared not in mask.derived:
-            mask.derived[shared] = _planned(mask, tile, is_transposed, device)
+            mask.derived[shared] = _planned(mask, tile, is_transposed, device, host)
         found: DeviceWork = mask.derived[shared]
         mask.derived[(direction, head_dim, device)] = found
     return found
@@ -76,19 +78,21 @@ def _make(mask: Mask, direction: str, head_dim: int, device: torch.device) -> De
 _WIDE_COST = 0.965  # of a column in a wide block; measured on an H200 with masks that have no edges
 
 
-def _cheaper_tile(mask: Mask, head_dim: int) -> tuple[int, int]:
-    """Wide blocks read less again from shared memory, narrow ones waste less at edges; lists made on a GPU are always narrow."""
-    narrow, wide = ffa_library.tile_of("forward", head_dim), ffa_library.tile_of("forward_wide", head_dim)
-    if isinstance(mask, DeviceMask) or not wide[1]:
-        return narrow
-    cost = {tile: tile_work(mask.slices, mask.total_q, *tile).total_cost * tile[1] for tile in (narrow, wide)}
-    return wide if cost[wide] * _WIDE_COST < cost[narrow] else narrow
+def _cheaper(mask: WorkList, narrow: tuple[int, int], wide: tuple[int, int]) -> tuple[tuple[int, int], TileWork]:
+    """Wide blocks read less again from shared memory, narrow ones waste less at edges. Lists made on a GPU are always narrow."""
+    narrow_list = tile_work(mask.slices, mask.total_q, *narrow, transposed=False)
+    if not wide[1]:
+        return narrow, narrow_list
+    wide_list = tile_work(mask.slices, mask.total_q, *wide, transposed=False)
+    is_wide = wide_list.total_cost * wide[1] * _WIDE_COST < narrow_list.total_cost * narrow[1]
+    return (wide, wide_list) if is_wide else (narrow, narrow_list)
 
 
-def _planned(mask: Mask, tile: tuple[int, int], is_transposed: bool, device: torch.device) -> DeviceWork:
+def _planned(mask: Mask, tile: tuple[int, int], is_transposed: bool, device: torch.device, host: TileWork | None) -> DeviceWork:
+    """The list on the device; `host` is the planner's where it is made already."""
     if isinstance(mask, DeviceMask):
         return DeviceWork(*plan_on_device(mask, tile, is_transposed=is_transposed))
-    host = tile_work(mask.slices, mask.total_k if is_transposed else mask.total_q, *tile, transposed=is_transposed)
+    host = host or tile_work(mask.slices, mask.total_k if is_transposed else mask.total_q, *tile, transposed=is_transposed)
     array = uploaded(host.packed, device, f"the {'backward' if is_transposed else 'forward'} work list of this mask")
     offsets = (host.offset_order, host.offset_segment_offsets, host.offset_segments, host.offset_pieces)
     return DeviceWork(array, offsets, (host.num_tiles, host.num_rows, *tile))

@@ -1,4 +1,7 @@
-"""Loads the library of compiled CUDA kernels and says what is in it. Needs no GPU; knows no torch and no kernel's arguments."""
+"""Loads the library of compiled CUDA kernels that fits this torch's CUDA and says what is in it.
+
+Needs no GPU, imports no torch (its version file says enough) and knows no kernel's arguments.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+
+from magi_attention._build_record import Refusal, TorchHere, refusal_of_cuda, refusal_of_loading, torch_here
 
 LIBRARY_NAME = "_ffa.so"
 
@@ -18,15 +23,19 @@ class LoadedLibrary:
         handle: the library, None when there is none to use.
         error: why there is none; empty otherwise.
         is_damaged: a file is there, but cannot be used.
+        path: the file that was loaded.
+        refusal: the files are whole, but not for what is here; `error` is its sentence.
     """
 
     handle: ctypes.CDLL | None
     error: str = ""
     is_damaged: bool = False
+    path: Path | None = None
+    refusal: Refusal | None = None
 
 
 def load(path: Path) -> LoadedLibrary:
-    """Load one library file. Never raises: without kernels the package works on."""
+    """Load one library file, whatever CUDA torch has. Never raises: without kernels the package works on."""
     if not path.is_file():
         return LoadedLibrary(
             None,
@@ -40,15 +49,45 @@ def load(path: Path) -> LoadedLibrary:
             function = getattr(handle, name)
             function.restype, function.argtypes = ctypes.c_char_p, []
     except OSError as error:
+        if (refusal := refusal_of_loading(error, path)) is not None:
+            return _refused(refusal)
         return LoadedLibrary(None, f"{path} does not load: {error}; {fix}", is_damaged=True)
     except AttributeError as error:
         return LoadedLibrary(None, f"{path} is of another version of this package: {error}; {fix}", is_damaged=True)
-    return LoadedLibrary(handle)
+    return LoadedLibrary(handle, path=path)
+
+
+def find(folder: Path, torch: TorchHere | None) -> LoadedLibrary:
+    """The library of a package folder for this torch.
+
+    A build on this machine leaves one `_ffa.so`. A wheel has one file per CUDA major, `_cu12/_ffa.so` and `_cu13/_ffa.so`; of these
+    the one of torch's CUDA is taken, and the newest under a torch without CUDA, which can list it and not run it.
+    """
+    plain = folder / LIBRARY_NAME
+    by_major = {int(path.parent.name[3:]): path for path in folder.glob(f"_cu[0-9]*/{LIBRARY_NAME}")}
+    if plain.is_file() or not by_major:
+        found = load(plain)
+        nvcc = _told_by(found.handle).get("nvcc", "") if found.handle is not None else ""
+        refusal = refusal_of_cuda((nvcc,), torch) if nvcc else None
+    else:
+        majors = sorted(by_major)
+        refusal = refusal_of_cuda(tuple(map(str, majors)), torch)
+        wanted = int(torch.cuda.split(".")[0]) if torch is not None and torch.cuda else majors[-1]
+        found = _refused(refusal) if refusal is not None else load(by_major[wanted])
+    return _refused(refusal) if refusal is not None else found
+
+
+def _refused(refusal: Refusal) -> LoadedLibrary:
+    return LoadedLibrary(None, str(refusal), refusal=refusal)
+
+
+def _told_by(handle: ctypes.CDLL) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in handle.magi_ffa_build_info().decode().split())
 
 
 @functools.cache
 def _loaded() -> LoadedLibrary:
-    return load(Path(__file__).parent / LIBRARY_NAME)
+    return find(Path(__file__).parent, torch_here())
 
 
 def library() -> ctypes.CDLL | None:
@@ -59,6 +98,17 @@ def library() -> ctypes.CDLL | None:
 def load_error() -> str:
     """Why `library()` is None and what to do; empty when it is not."""
     return _loaded().error
+
+
+def refusal() -> Refusal | None:
+    """Why kernels that are there are not for this torch or machine; None when they are, or when there are none."""
+    return _loaded().refusal
+
+
+def file_in_use() -> str | None:
+    """The file of `library()`."""
+    path = _loaded().path
+    return None if path is None else str(path)
 
 
 def is_damaged() -> bool:
@@ -77,9 +127,7 @@ def compiled_variants() -> tuple[str, ...]:
 def build_info() -> dict[str, str]:
     """How the library was compiled: "arch" like "sm_90a", "nvcc" like "13.0.88"; empty without a library."""
     handle = library()
-    if handle is None:
-        return {}
-    return dict(part.split("=", 1) for part in handle.magi_ffa_build_info().decode().split())
+    return {} if handle is None else _told_by(handle)
 
 
 def compiled_archs() -> tuple[str, ...]:

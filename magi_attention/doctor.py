@@ -81,6 +81,8 @@ def _base_findings(facts: MachineFacts) -> list[Finding]:
         rule = ".".join(map(str, OLDEST_TORCH))
         text = f"torch {facts.torch.version} is older than {rule}, the oldest supported"
         found.append(Finding("torch_version", Severity.BROKEN, text, f"python -m pip install 'torch>={rule}'"))
+    elif facts.build is not None and facts.build.refusal is not None:
+        found.append(Finding("torch_pin", Severity.BROKEN, facts.build.refusal.text, facts.build.refusal.fix))
     if "kernels" in facts.errors:
         text = f"the kernel selection does not run: {facts.errors['kernels']}"
         found.append(Finding("kernels", Severity.BROKEN, text, "in the clone: python -m pip install --force-reinstall --no-deps ."))
@@ -101,6 +103,9 @@ def _compiled_findings(facts: MachineFacts) -> list[Finding]:
         return [Finding("kernel_library", Severity.DEGRADED, text, fix)]
     if compiled.is_damaged:
         return [Finding("kernel_library", Severity.DEGRADED, compiled.error, fix)]
+    if compiled.refusal is not None:
+        severity = Severity.DEGRADED if facts.gpus else Severity.NOTE
+        return [Finding("kernel_build", severity, compiled.refusal.text, compiled.refusal.fix)]
     return [
         Finding(
             "kernel_architecture",
@@ -126,11 +131,21 @@ def _compiled_line(facts: MachineFacts) -> str:
     """What is compiled, with what, and whether the GPUs here are among it."""
     compiled = facts.compiled
     if compiled is None or not compiled.archs:
-        return "none compiled"
+        return "not used, see the findings" if compiled is not None and compiled.refusal is not None else "none compiled"
     served = [_serves(compiled.archs, gpu.capability) for gpu in facts.gpus]
     here = f"; {sum(served)} of {len(served)} GPUs here can run them" if served else ""
     count = f"{len(compiled.variants)} variant{'s' * (len(compiled.variants) != 1)}"
     return f"{count} for {', '.join(compiled.archs)}, built with nvcc {compiled.nvcc}{here}"
+
+
+def _build_lines(facts: MachineFacts) -> list[tuple[str, str]]:
+    """Where the package comes from, then one line per library."""
+    build = facts.build
+    if build is None:
+        return [("build", f"no record: {facts.errors.get('build', 'unknown error')}")]
+    origin = "published wheel" if build.origin == "release" else "built on this machine or from a clone"
+    pin = f", for torch {build.pin}" if build.pin else ""
+    return [("build", f"{origin}{pin}, revision {build.revision or 'unknown'}"), *(("", line) for line in build.libraries)]
 
 
 def _variant_lines(facts: MachineFacts) -> list[tuple[str, str]]:
@@ -274,6 +289,7 @@ def _fact_lines(facts: MachineFacts) -> list[tuple[str, str]]:
         ("package", f"{facts.package} at {facts.location}"),
         ("python", facts.python),
         ("system", f"{facts.system}, {facts.num_cpus} CPUs"),
+        *_build_lines(facts),
         ("solver", facts.solver or "not running"),
         ("cuda kernels", _compiled_line(facts)),
         *_variant_lines(facts),

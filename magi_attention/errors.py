@@ -1,4 +1,4 @@
-"""The three exceptions a caller can meet. Knows nothing of the rest of the package."""
+"""The exceptions a caller can meet. Knows nothing of the rest of the package."""
 
 from __future__ import annotations
 
@@ -13,3 +13,7 @@ class UnsupportedError(NotImplementedError):
 
 class CommError(RuntimeError):
     """An exchange between ranks failed or timed out. The text names rank, peer, step, op and bytes."""
+
+
+class InstallError(ImportError):
+    """The installed build does not fit this torch or this machine. The text says what was built, what is here and the command to fix it."""

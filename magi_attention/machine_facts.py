@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 import magi_attention
-from magi_attention import _ffa_library, _native
+from magi_attention import _build_record, _ffa_library, _native
+from magi_attention._build_record import Refusal
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader,nounits")
 NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13")
@@ -69,6 +70,7 @@ class CompiledKernels:
         variants: names like "forward:bf16:128:0"; empty when there is no library.
         archs, nvcc: what they were compiled for and with.
         error: why there is no library; `is_damaged`: its file is there, but cannot be used.
+        refusal: the file is whole, but compiled for another CUDA or machine; `error` is its sentence.
     """
 
     variants: tuple[str, ...]
@@ -76,6 +78,21 @@ class CompiledKernels:
     nvcc: str
     error: str
     is_damaged: bool
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True)
+class BuildFacts:
+    """The record of the build: git revision, "release" or "source", pinned torch, and one line per library of what it was made for.
+
+    `refusal` is why a published wheel is not for the torch that is here.
+    """
+
+    revision: str | None
+    origin: str
+    pin: str | None
+    libraries: tuple[str, ...]
+    refusal: Refusal | None
 
 
 @dataclass(frozen=True)
@@ -87,6 +104,7 @@ class MachineFacts:
     python: str
     system: str
     num_cpus: int
+    build: BuildFacts | None
     solver: str | None
     compiled: CompiledKernels | None
     torch: TorchFacts | None
@@ -136,7 +154,23 @@ def read_compiled() -> CompiledKernels:
     """Loads the library; needs no GPU and no torch."""
     variants, archs = _ffa_library.compiled_variants(), _ffa_library.compiled_archs()
     nvcc = _ffa_library.build_info().get("nvcc", "")
-    return CompiledKernels(variants, archs, nvcc, _ffa_library.load_error(), _ffa_library.is_damaged())
+    return CompiledKernels(variants, archs, nvcc, _ffa_library.load_error(), _ffa_library.is_damaged(), _ffa_library.refusal())
+
+
+def read_build() -> BuildFacts:
+    """The record of the build against the torch that is here; looks into files only."""
+    record = _build_record.read_record()
+    lines = []
+    for name, entry in sorted(record.get("libraries", {}).items()):
+        made_with = f"CUDA {entry['cuda']} for {', '.join(entry['archs'])}" if "cuda" in entry else str(entry.get("compiler", "unknown"))
+        lines.append(f"{name}: {made_with}, glibc {entry['glibc']} or newer")
+    return BuildFacts(
+        record.get("revision"),
+        record.get("origin", "source"),
+        record.get("torch"),
+        tuple(lines),
+        _build_record.refusal_of_torch(record, _build_record.torch_here()),
+    )
 
 
 def read_nvidia_smi() -> str:
@@ -166,6 +200,7 @@ class Probes:
 
     torch: Callable[[], TorchFacts] = read_torch
     kernels: Callable[[bool], tuple[KernelFacts, ...]] = read_kernels
+    build: Callable[[], BuildFacts] = read_build
     solver: Callable[[], str] = read_solver
     compiled: Callable[[], CompiledKernels] = read_compiled
     nvidia_smi: Callable[[], str] = read_nvidia_smi
@@ -208,6 +243,7 @@ def read_machine(probes: Probes) -> MachineFacts:
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver()) or 'unknown libc'}",
         num_cpus=os.cpu_count() or 1,
+        build=ask("build", probes.build, None),
         solver=ask("solver", probes.solver, None),
         compiled=ask("compiled", probes.compiled, None),
         torch=torch,

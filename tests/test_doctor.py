@@ -8,7 +8,8 @@ import json
 import pytest
 
 from magi_attention import doctor
-from magi_attention.machine_facts import CompiledKernels, KernelFacts, Probes, TorchFacts, read_machine
+from magi_attention._build_record import Refusal
+from magi_attention.machine_facts import BuildFacts, CompiledKernels, KernelFacts, Probes, TorchFacts, read_machine
 
 HEALTHY_TORCH = TorchFacts(
     version="2.13.0+cu130",
@@ -22,6 +23,7 @@ HEALTHY_TORCH = TorchFacts(
 CPU_TORCH = TorchFacts("2.13.0+cpu", None, 0, (), True, None, True)
 NO_KERNELS = CompiledKernels((), (), "", "no CUDA kernel is compiled into this build", False)
 HOPPER_KERNELS = CompiledKernels(("forward:bf16:128:0", "forward:fp16:64:1", "backward:bf16:128:0"), ("sm_90a",), "13.0.88", "", False)
+SOURCE_BUILD = BuildFacts("a877380", "source", None, (), None)
 TWO_GPUS = "NVIDIA H200, 580.65.06, 9.0, 143771\nNVIDIA H200, 580.65.06, 9.0, 143771\n"
 
 
@@ -37,6 +39,7 @@ def probes(
     answers = {
         "torch": lambda: torch,
         "kernels": blocked_kernels,
+        "build": lambda: SOURCE_BUILD,
         "solver": lambda: "solver C++20",
         "compiled": lambda: NO_KERNELS,
         "nvidia_smi": lambda: smi,
@@ -96,6 +99,24 @@ def test_a_damaged_kernel_library_is_degraded_and_named():
         raise ValueError("bad build info")
 
     assert "bad build info" in named(probes(CPU_TORCH, smi="", compiled=broken))["kernel_library"].text
+
+
+def test_kernels_for_another_cuda_are_named_with_the_way_out(capsys):
+    """They matter where a GPU is: without one nothing would have used them."""
+    other = CompiledKernels((), (), "", "compiled for CUDA 12; reinstall", False, Refusal("compiled for CUDA 12", "reinstall"))
+    found = named(probes(compiled=lambda: other))["kernel_build"]
+    assert (found.severity, found.text, found.fix) == (doctor.Severity.DEGRADED, "compiled for CUDA 12", "reinstall")
+    assert named(probes(CPU_TORCH, smi="", compiled=lambda: other))["kernel_build"].severity is doctor.Severity.NOTE
+    assert doctor.main([], probes(compiled=lambda: other)) == 1
+    assert "not used, see the findings" in capsys.readouterr().out
+
+
+def test_a_wheel_for_another_torch_is_broken_and_the_record_is_shown(capsys):
+    pinned = BuildFacts("a877380", "release", "2.11", ("_solver.so: g++ 12, glibc 2.14 or newer",), Refusal("for torch 2.11", "reinstall"))
+    assert named(probes(build=lambda: pinned))["torch_pin"].severity is doctor.Severity.BROKEN
+    assert doctor.main([], probes(build=lambda: pinned)) == 2
+    text = capsys.readouterr().out
+    assert "published wheel, for torch 2.11, revision a877380" in text and "glibc 2.14 or newer" in text
 
 
 def test_selection_that_fails_is_broken():

@@ -6,12 +6,15 @@ Prints registers, spills and shared memory per kernel; exit code 1 when a kernel
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 import sys
 from pathlib import Path
 
+from kernel_build import record
 from kernel_build.library import Library, build_library, find_sources
+from kernel_build.options import read_options
 from kernel_build.toolchain import find_toolchain, require_toolchain
 from kernel_build.variants import BuildError
 
@@ -22,7 +25,8 @@ def compile_kernels(root: Path, patterns: str) -> Library:
     sources = find_sources(root)
     if sources is None:
         raise BuildError("csrc/attention/launch.cu is not there, so there is nothing to compile")
-    return build_library(sources, require_toolchain(), patterns, print)
+    toolchain = dataclasses.replace(require_toolchain(), archs=read_options().archs)
+    return build_library(sources, toolchain, patterns, print)
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
@@ -57,6 +61,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         part = target.with_suffix(".part")
         shutil.copy2(library.path, part)
         part.replace(target)
+        record.replace_library(target.parent, target.name, library.record)
         print(f"copied to {target}")
     return 0
 

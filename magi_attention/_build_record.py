@@ -105,7 +105,8 @@ def refusal_of_torch(record: dict[str, Any], torch: TorchHere | None) -> Refusal
         return None
     here = f"and {torch} is here"
     if _is_vendor(torch):
-        text = f"this wheel of magi_attention {version} was built for {_built_for(record)} as PyTorch publishes it, {here}, a vendor's own build"
+        built = f"{_built_for(record)} as PyTorch publishes it"
+        text = f"this wheel of magi_attention {version} was built for {built}, {here}, a vendor's own build"
         return Refusal(
             text,
             f"build it there, in a clone: {FROM_SOURCE}, or use the image that docker/README.md names for that base",
@@ -117,7 +118,8 @@ def refusal_of_torch(record: dict[str, Any], torch: TorchHere | None) -> Refusal
     if index and torch.cuda:
         folder = f"cu{torch.cuda.replace('.', '')}-torch{torch.series}"
         return Refusal(text, f"python -m pip install --force-reinstall --no-deps --index-url {index}/{folder} magi-attention")
-    return Refusal(text, f"python -m pip install {repr(f'torch=={pin}' if '+' in pin else f'torch=={pin}.*')}, or the wheel of that torch")
+    requirement = f"torch=={pin}" if "+" in pin else f"torch=={pin}.*"
+    return Refusal(text, f"python -m pip install '{requirement}', or install the wheel that was built for torch {torch.series}")
 
 
 def _is_vendor(torch: TorchHere) -> bool:

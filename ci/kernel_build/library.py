@@ -11,10 +11,11 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kernel_build import report
+from kernel_build import record, report
 from kernel_build.objects import Built, Say, Unit, compile_all, one_build_at_a_time
-from kernel_build.toolchain import ARCH, LINK_FLAGS, Toolchain
+from kernel_build.toolchain import LINK_FLAGS, Toolchain
 from kernel_build.variants import DIRECTIONS, BuildError, Variant, parse_list, select
 
 # What the C library and g++ bring. Anything else (libcuda, libcudart, torch, Python) would tie the library to a machine.
@@ -56,6 +57,12 @@ class Library:
     variants: tuple[Variant, ...]
     reports: dict[str, report.ObjectReport]
     num_compiled: int
+    toolchain: Toolchain
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What _build.json says about it."""
+        return record.kernel_entry(self.path, self.toolchain.version, self.toolchain.archs, self.variants)
 
     @property
     def faults(self) -> list[str]:
@@ -76,21 +83,24 @@ def find_sources(root: Path) -> Sources | None:
     return Sources(root, listed, tuple(sorted(set(folder.rglob("*.cu")) - per_variant)))
 
 
-def wanted_sources(root: Path, wish: str, toolchain: Toolchain | None, why_none: str) -> tuple[Sources | None, str]:
+def wanted_sources(
+    root: Path, wish: str, toolchain: Toolchain | None, why_none: str, *, is_nvcc_here: bool = False
+) -> tuple[Sources | None, str]:
     """What an installation builds: (sources, "") or (None, why no kernels are built).
 
     Args:
         wish: MAGI_BUILD_KERNELS: "" takes kernels where they can be built, "0" none, "1" makes their absence an error.
         toolchain, why_none: what find_toolchain() gave.
+        is_nvcc_here: there is one, so its unfitness is an error: whoever has nvcc expects kernels.
 
     Raises:
-        BuildError: another wish, or "1" where kernels cannot be built.
+        BuildError: "1" where kernels cannot be built, or an nvcc that is too old.
     """
-    if wish not in ("", "0", "1"):
-        raise BuildError(f"MAGI_BUILD_KERNELS={wish!r}: must be 0 (build none), 1 (an error without nvcc) or not set")
     if wish == "0":
         return None, "MAGI_BUILD_KERNELS=0"
     sources = find_sources(root)
+    if wish == "" and is_nvcc_here and toolchain is None:
+        raise BuildError(f"{why_none}; point CUDA_HOME at a newer CUDA toolkit, or set MAGI_BUILD_KERNELS=0 to install without kernels")
     why = "this source tree has no csrc/attention/launch.cu" if sources is None else "" if toolchain else why_none
     if why and wish == "1":
         raise BuildError(f"MAGI_BUILD_KERNELS=1, but the CUDA kernels cannot be built: {why}")
@@ -120,8 +130,9 @@ def build_library(sources: Sources, toolchain: Toolchain, patterns: str, say: Sa
         report.write_csv(reports, sources.root / "build" / "kernel_report.csv")
     say(report.table(reports))
     num_compiled = sum(not built.was_cached for built in objects.values())
-    say(f"{library}: {len(variants)} variants for {ARCH}; {num_compiled} objects compiled, {len(objects) - num_compiled} from the cache")
-    return Library(library, variants, reports, num_compiled)
+    archs = ", ".join(toolchain.archs)
+    say(f"{library}: {len(variants)} variants for {archs}; {num_compiled} objects compiled, {len(objects) - num_compiled} from the cache")
+    return Library(library, variants, reports, num_compiled, toolchain)
 
 
 def _compile_objects(
@@ -143,10 +154,11 @@ def _report_of(label: str, built: Built) -> report.ObjectReport:
 
 def _generated_headers(variants: Sequence[Variant], toolchain: Toolchain) -> dict[str, str]:
     """magi_variants.inc, one X-macro line per variant; magi_build.inc, what the library says about itself."""
+    archs = ",".join(toolchain.archs)
     lines = [f"MAGI_VARIANT({v.direction}, {v.dtype}, {v.head_dim}, {v.softcap})" for v in variants]
     return {
         "magi_variants.inc": "\n".join(["// Written by the build: the variants that are compiled.", *lines, ""]),
-        "magi_build.inc": f'// Written by the build.\n#define MAGI_BUILD_ARCH "{ARCH}"\n#define MAGI_BUILD_NVCC "{toolchain.version}"\n',
+        "magi_build.inc": f'// Written by the build.\n#define MAGI_BUILD_ARCH "{archs}"\n#define MAGI_BUILD_NVCC "{toolchain.version}"\n',
     }
 
 

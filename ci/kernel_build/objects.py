@@ -15,11 +15,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernel_build.toolchain import COMPILE_FLAGS, Toolchain
+from kernel_build.machine import jobs_here
+from kernel_build.toolchain import Toolchain
 from kernel_build.variants import BuildError
 
 QUOTED_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
-BYTES_PER_COMPILER = 2 << 30
+# Seconds of one nvcc on one core of a common server, for the estimate that is printed before the wait: variants, other files.
+SECONDS_OF_A_VARIANT, SECONDS_OF_A_FILE = 14, 6
 # Older objects of one name that are kept, so that going back and forth between two states compiles nothing.
 KEPT_PER_NAME = 8
 
@@ -65,7 +67,7 @@ def own_files(source: Path, include_folders: tuple[Path, ...]) -> tuple[Path, ..
 
 
 def content_key(unit: Unit, include_folders: tuple[Path, ...], toolchain: Toolchain) -> str:
-    digest = hashlib.sha256(repr((COMPILE_FLAGS, unit.defines, toolchain.identity)).encode())
+    digest = hashlib.sha256(repr((toolchain.compile_flags, unit.defines, toolchain.identity)).encode())
     for path in own_files(unit.source, include_folders):
         # Length first, so that moving bytes from one file to the next is a change.
         content = path.read_bytes()
@@ -89,9 +91,10 @@ def compile_all(
             built[unit] = known
     missing = {unit: keys[unit] for unit in units if unit not in built}
     if missing:
-        jobs = min(num_jobs(), len(missing))
-        say(f"nvcc {toolchain.version}: {len(missing)} of {len(units)} objects to compile, {jobs} at a time")
-        for unit, result in _compile_side_by_side(missing, include_folders, folder, toolchain, jobs):
+        jobs = jobs_here()
+        minutes = sum(SECONDS_OF_A_VARIANT if unit.defines else SECONDS_OF_A_FILE for unit in missing) / jobs.count / 60
+        say(f"nvcc {toolchain.version}: {len(missing)} of {len(units)} objects to compile, {jobs}, about {max(1, round(minutes))} min")
+        for unit, result in _compile_side_by_side(missing, include_folders, folder, toolchain, jobs.count):
             say(f"  {unit.label:<28} {result.seconds:6.1f} s")
             built[unit] = result
     changed = [unit.label for unit in units if content_key(unit, include_folders, toolchain) != keys[unit]]
@@ -123,7 +126,7 @@ def _compile(unit: Unit, key: str, include_folders: tuple[Path, ...], folder: Pa
     target = _object_path(folder, unit, key)
     part = target.with_suffix(".part.o")
     includes = [f"-I{folder}" for folder in include_folders]
-    command = [toolchain.nvcc, *COMPILE_FLAGS, *unit.defines, *includes, "-c", str(unit.source), "-o", str(part)]
+    command = [toolchain.nvcc, *toolchain.compile_flags, *unit.defines, *includes, "-c", str(unit.source), "-o", str(part)]
     start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.monotonic() - start
@@ -169,15 +172,3 @@ def one_build_at_a_time(folder: Path, say: Say) -> Iterator[None]:
             say(f"another build compiles into {folder}; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def num_jobs() -> int:
-    """MAX_JOBS, or as many compilers as there are CPUs of this process and memory for them."""
-    asked = os.environ.get("MAX_JOBS", "")
-    if asked:
-        if not asked.isdigit() or int(asked) < 1:
-            raise BuildError(f"MAX_JOBS={asked!r}: must be a positive number")
-        return int(asked)
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text()) if Path("/proc/meminfo").exists() else None
-    by_memory = int(found[1]) * 1024 // BYTES_PER_COMPILER if found else 1
-    return max(1, min(len(os.sched_getaffinity(0)), by_memory))

@@ -7,18 +7,18 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernel_build.options import KNOWN_ARCHS
 from kernel_build.variants import BuildError
 
-ARCH = "sm_90a"
 OLDEST_NVCC = (12, 3)  # the first whose ptxas handles wgmma with setmaxnreg well
 COMPILE_FLAGS = (
     "-std=c++20",
     "-O3",
     "--expt-relaxed-constexpr",
-    f"-gencode=arch=compute_{ARCH[3:]},code={ARCH}",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-lineinfo",
     "-Xptxas=-v",
@@ -27,6 +27,7 @@ COMPILE_FLAGS = (
 LINK_FLAGS = (
     "-shared",
     "-cudart=static",
+    "-cudadevrt=none",  # no kernel starts another one
     "-Xcompiler=-fPIC",
     "-Xlinker=--exclude-libs,ALL",
     "-Xlinker=-Bsymbolic",
@@ -46,12 +47,22 @@ class Toolchain:
         version: like "13.0.88".
         identity: text that changes when the same source could give another object (nvcc, host compiler, nvcc's variables).
         library_folders: where cudart lies when nvcc does not look there by itself (the PyPI packages).
+        archs: what it compiles for.
     """
 
     nvcc: str
     version: str
     identity: str
     library_folders: tuple[str, ...] = ()
+    archs: tuple[str, ...] = KNOWN_ARCHS
+
+    @property
+    def major(self) -> int:
+        return int(self.version.split(".")[0])
+
+    @property
+    def compile_flags(self) -> tuple[str, ...]:
+        return (*COMPILE_FLAGS, *(f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in self.archs))
 
 
 def candidates() -> list[Path]:
@@ -67,10 +78,10 @@ def candidates() -> list[Path]:
     return found
 
 
-def find_toolchain() -> tuple[Toolchain | None, str]:
-    """(the first nvcc that is new enough, "") or (None, why not)."""
+def find_toolchain(places: Sequence[Path] | None = None) -> tuple[Toolchain | None, str]:
+    """(the first nvcc that is new enough, "") or (None, why not); of `places`, or of everywhere one may be."""
     refused = []
-    for path in candidates():
+    for path in candidates() if places is None else places:
         if not path.is_file():
             continue
         version = _nvcc_version(path)
@@ -82,7 +93,25 @@ def find_toolchain() -> tuple[Toolchain | None, str]:
             beside = path.parent.parent / "lib"
             folders = (str(beside),) if (beside / "libcudart_static.a").is_file() else ()
             return Toolchain(str(path), _dotted(version), _identity(version), folders), ""
-    return None, "; ".join(refused) or "no nvcc in CUDA_HOME, PATH, /usr/local/cuda or the nvidia-cuda-nvcc package"
+    nowhere = "no nvcc in CUDA_HOME, PATH, /usr/local/cuda or the nvidia-cuda-nvcc package"
+    return None, "; ".join(refused) or (nowhere if places is None else f"no {' and no '.join(map(str, places))}")
+
+
+def has_nvcc() -> bool:
+    """Some nvcc is here, old ones too: its owner expects kernels."""
+    return any(path.is_file() for path in candidates())
+
+
+def toolchains_of(homes: Sequence[Path]) -> tuple[Toolchain, ...]:
+    """The nvcc of each toolkit folder. Raises BuildError when one is missing or too old, or two are of one CUDA major."""
+    found: dict[int, Toolchain] = {}
+    for home in homes:
+        toolchain, why = find_toolchain([home / "bin" / "nvcc"])
+        if toolchain is None:
+            raise BuildError(f"MAGI_BUILD_CUDA names {home}: {why}")
+        if (twin := found.setdefault(toolchain.major, toolchain)) is not toolchain:
+            raise BuildError(f"MAGI_BUILD_CUDA names {twin.nvcc} and {toolchain.nvcc}, both of CUDA {toolchain.major}; one per major")
+    return tuple(found[major] for major in sorted(found))
 
 
 def require_toolchain() -> Toolchain:

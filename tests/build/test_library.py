@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from compile_kernels import main
 from kernel_build.library import Library, build_library, find_sources, wanted_sources
-from kernel_build.objects import Unit, content_key, num_jobs, own_files
+from kernel_build.objects import Unit, content_key, own_files
 from kernel_build.toolchain import Toolchain, find_toolchain, require_toolchain
 from kernel_build.variants import BuildError
 
@@ -205,25 +205,15 @@ def test_wishes_of_an_installation(tmp_path: Path) -> None:
     for tree, found in ((root, None), (bare, toolchain)):
         with pytest.raises(BuildError, match="MAGI_BUILD_KERNELS=1, but"):
             wanted_sources(tree, "1", found, "no nvcc")
-    with pytest.raises(BuildError, match="must be 0"):
-        wanted_sources(root, "yes", toolchain, "")
+    with pytest.raises(BuildError, match="11.8, older than 12.3; point CUDA_HOME"):
+        wanted_sources(root, "", None, "11.8, older than 12.3", is_nvcc_here=True)
+    assert wanted_sources(root, "0", None, "11.8, older than 12.3", is_nvcc_here=True) == (None, "MAGI_BUILD_KERNELS=0")
 
 
 def test_sources_of_this_tree() -> None:
     sources = find_sources(ROOT)
     assert sources is not None and len(sources.variants) == 16
     assert not {path.name for path in sources.plain} & {"forward_variant.cu", "backward_variant.cu"}
-
-
-def test_number_of_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MAX_JOBS", "3")
-    assert num_jobs() == 3
-    monkeypatch.delenv("MAX_JOBS")
-    assert num_jobs() >= 1
-    for wrong in ("0", "many", "-1"):
-        monkeypatch.setenv("MAX_JOBS", wrong)
-        with pytest.raises(BuildError, match="MAX_JOBS"):
-            num_jobs()
 
 
 def test_without_nvcc_the_command_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from magi_attention._ffa_library import runs_on
 from magi_attention.machine_facts import MachineFacts, Probes, TorchFacts, read_machine
 
-OLDEST_TORCH = (2, 4)
+OLDEST_TORCH = (2, 10)
 # First driver branch that runs any minor of a CUDA major; from NVIDIA's CUDA compatibility document.
 FIRST_DRIVER_OF_CUDA_MAJOR = {11: 450, 12: 525, 13: 580}
 OLDEST_NVSHMEM = (3, 3)

@@ -39,7 +39,7 @@ def load(path: Path) -> LoadedLibrary:
     if not path.is_file():
         return LoadedLibrary(
             None,
-            f"no CUDA kernel is compiled into this build ({path} is not there); install again where nvcc 12.3 or newer is found "
+            f"no CUDA kernel is compiled into this build ({path} is not there); install again where nvcc 12.9 or newer is found "
             "(MAGI_BUILD_KERNELS=1 pip install . makes its absence an error)",
         )
     fix = "install the package again, or in a source tree: make kernels ARGS=--inplace"

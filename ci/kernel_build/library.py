@@ -15,7 +15,7 @@ from typing import Any
 
 from kernel_build import record, report
 from kernel_build.objects import Built, Say, Unit, compile_all, one_build_at_a_time
-from kernel_build.toolchain import LINK_FLAGS, Toolchain
+from kernel_build.toolchain import Toolchain
 from kernel_build.variants import DIRECTIONS, BuildError, Variant, parse_list, select
 
 # What the C library and g++ bring. Anything else (libcuda, libcudart, torch, Python) would tie the library to a machine.
@@ -62,7 +62,7 @@ class Library:
     @property
     def record(self) -> dict[str, Any]:
         """What _build.json says about it."""
-        return record.kernel_entry(self.path, self.toolchain.version, self.toolchain.archs, self.variants)
+        return record.kernel_entry(self.path, self.toolchain, self.variants)
 
     @property
     def faults(self) -> list[str]:
@@ -167,8 +167,7 @@ def _link(objects: list[Path], library: Path, toolchain: Toolchain) -> None:
     # Hidden visibility leaves the templates of libstdc++ visible; this leaves only ours.
     exports = library.with_name("exports.map")
     exports.write_text(f"{{ global: {EXPORT_PREFIX}*; local: *; }};\n")
-    places = [f"-L{folder}" for folder in toolchain.library_folders]
-    command = [toolchain.nvcc, *LINK_FLAGS, *places, f"-Xlinker=--version-script={exports}", *map(str, objects), "-o", str(part)]
+    command = [toolchain.nvcc, *toolchain.link_flags, f"-Xlinker=--version-script={exports}", *map(str, objects), "-o", str(part)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         part.unlink(missing_ok=True)
@@ -177,7 +176,7 @@ def _link(objects: list[Path], library: Path, toolchain: Toolchain) -> None:
 
 
 def _check_binary(library: Path) -> None:
-    """The promise of LINK_FLAGS, looked at in the file: nothing needed but libc and libstdc++, nothing shown but our C ABI."""
+    """The promise of the link flags, looked at in the file: nothing needed but libc and libstdc++, nothing shown but our C ABI."""
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", _tool("readelf", "-dW", str(library)))
     foreign = [name for name in needed if not MAY_NEED.fullmatch(name)]
     if foreign:

@@ -125,10 +125,13 @@ def _compile_side_by_side(
 def _compile(unit: Unit, key: str, include_folders: tuple[Path, ...], folder: Path, toolchain: Toolchain) -> Built:
     target = _object_path(folder, unit, key)
     part = target.with_suffix(".part.o")
-    includes = [f"-I{folder}" for folder in include_folders]
-    command = [toolchain.nvcc, *toolchain.compile_flags, *unit.defines, *includes, "-c", str(unit.source), "-o", str(part)]
+    # Relative to csrc, since the binary keeps the name of its source: the same file whatever folder the tree lies in.
+    csrc = include_folders[0]
+    includes = [f"-I{folder}" for folder in (Path("."), *include_folders[1:])]
+    source = str(unit.source.relative_to(csrc))
+    command = [toolchain.nvcc, *toolchain.compile_flags, *unit.defines, *includes, "-c", source, "-o", str(part)]
     start = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=csrc)
     seconds = time.monotonic() - start
     log = done.stdout + done.stderr
     if done.returncode:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kernel_build.toolchain import Toolchain
+
 RECORD_FILE = "_build.json"
 SCHEMA = 1
 
@@ -29,8 +31,9 @@ def entry(library: Path, **facts: Any) -> dict[str, Any]:
     return {**facts, "glibc": needs.get("GLIBC", "2.2.5"), "glibcxx": needs.get("GLIBCXX", "3.4")}
 
 
-def kernel_entry(library: Path, nvcc: str, archs: Iterable[str], variants: Iterable[object]) -> dict[str, Any]:
-    return entry(library, cuda=nvcc, archs=list(archs), variants=[str(variant) for variant in variants])
+def kernel_entry(library: Path, toolchain: Toolchain, variants: Iterable[object]) -> dict[str, Any]:
+    compilers = {"cuda": toolchain.version, **({"ptxas": toolchain.ptxas} if toolchain.ptxas else {})}
+    return entry(library, **compilers, archs=list(toolchain.archs), variants=[str(variant) for variant in variants])
 
 
 def revision(root: Path, version: str) -> str | None:

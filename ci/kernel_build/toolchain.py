@@ -14,7 +14,9 @@ from pathlib import Path
 from kernel_build.options import KNOWN_ARCHS
 from kernel_build.variants import BuildError
 
-OLDEST_NVCC = (12, 3)  # the first whose ptxas handles wgmma with setmaxnreg well
+# The first ptxas that serialises no wgmma of ours: 12.5 does in every variant, 12.6 and 12.8 in the forward kernels for 128. A newer
+# ptxas may be put beside an older nvcc of the same major, as ci/cuda12.sh does.
+OLDEST_NVCC, OLDEST_PTXAS = (12, 3), (12, 9)
 COMPILE_FLAGS = (
     "-std=c++20",
     "-O3",
@@ -48,6 +50,7 @@ class Toolchain:
         identity: text that changes when the same source could give another object (nvcc, host compiler, nvcc's variables).
         library_folders: where cudart lies when nvcc does not look there by itself (the PyPI packages).
         archs: what it compiles for.
+        ptxas: its assembler's version where that is another one, else empty.
     """
 
     nvcc: str
@@ -55,6 +58,7 @@ class Toolchain:
     identity: str
     library_folders: tuple[str, ...] = ()
     archs: tuple[str, ...] = KNOWN_ARCHS
+    ptxas: str = ""
 
     @property
     def major(self) -> int:
@@ -62,7 +66,16 @@ class Toolchain:
 
     @property
     def compile_flags(self) -> tuple[str, ...]:
-        return (*COMPILE_FLAGS, *(f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in self.archs))
+        return (*COMPILE_FLAGS, *self._arch_flags)
+
+    @property
+    def link_flags(self) -> tuple[str, ...]:
+        # Without architectures nvcc would add an empty program for its own default one.
+        return (*LINK_FLAGS, *self._arch_flags, *(f"-L{folder}" for folder in self.library_folders))
+
+    @property
+    def _arch_flags(self) -> tuple[str, ...]:
+        return tuple(f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in self.archs)
 
 
 def candidates() -> list[Path]:
@@ -84,15 +97,18 @@ def find_toolchain(places: Sequence[Path] | None = None) -> tuple[Toolchain | No
     for path in candidates() if places is None else places:
         if not path.is_file():
             continue
-        version = _nvcc_version(path)
+        version, ptxas = _version(path), _version(path.with_name("ptxas"))
         if version is None:
             refused.append(f"{path} does not run")
         elif version < OLDEST_NVCC:
-            refused.append(f"{path} is {_dotted(version)}, older than {_dotted(OLDEST_NVCC)}")
+            refused.append(f"{path} is {_dotted(version)}, older than {_dotted(OLDEST_PTXAS)}")
+        elif (ptxas or version) < OLDEST_PTXAS:
+            refused.append(f"ptxas beside {path} is {_dotted(ptxas or version)}, older than {_dotted(OLDEST_PTXAS)}")
         else:
             beside = path.parent.parent / "lib"
             folders = (str(beside),) if (beside / "libcudart_static.a").is_file() else ()
-            return Toolchain(str(path), _dotted(version), _identity(version), folders), ""
+            assembler = _dotted(ptxas) if ptxas not in (None, version) else ""
+            return Toolchain(str(path), _dotted(version), _identity(version, assembler), folders, ptxas=assembler), ""
     nowhere = "no nvcc in CUDA_HOME, PATH, /usr/local/cuda or the nvidia-cuda-nvcc package"
     return None, "; ".join(refused) or (nowhere if places is None else f"no {' and no '.join(map(str, places))}")
 
@@ -123,15 +139,15 @@ def require_toolchain() -> Toolchain:
     return toolchain
 
 
-def _nvcc_version(nvcc: Path) -> tuple[int, ...] | None:
-    found = re.search(r"V(\d+)\.(\d+)\.(\d+)", _output([str(nvcc), "--version"]))
+def _version(program: Path) -> tuple[int, ...] | None:
+    found = re.search(r"V(\d+)\.(\d+)\.(\d+)", _output([str(program), "--version"]))
     return tuple(map(int, found.groups())) if found else None
 
 
-def _identity(version: tuple[int, ...]) -> str:
+def _identity(version: tuple[int, ...], ptxas: str) -> str:
     host = os.environ.get("NVCC_CCBIN") or "g++"
     host_version = _output([host, "--version"]).splitlines()[:1]
-    return repr((_dotted(version), host_version, [(name, os.environ.get(name)) for name in NVCC_VARIABLES]))
+    return repr((_dotted(version), ptxas, host_version, [(name, os.environ.get(name)) for name in NVCC_VARIABLES]))
 
 
 def _output(command: list[str]) -> str:

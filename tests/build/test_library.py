@@ -205,9 +205,9 @@ def test_wishes_of_an_installation(tmp_path: Path) -> None:
     for tree, found in ((root, None), (bare, toolchain)):
         with pytest.raises(BuildError, match="MAGI_BUILD_KERNELS=1, but"):
             wanted_sources(tree, "1", found, "no nvcc")
-    with pytest.raises(BuildError, match="11.8, older than 12.3; point CUDA_HOME"):
-        wanted_sources(root, "", None, "11.8, older than 12.3", is_nvcc_here=True)
-    assert wanted_sources(root, "0", None, "11.8, older than 12.3", is_nvcc_here=True) == (None, "MAGI_BUILD_KERNELS=0")
+    with pytest.raises(BuildError, match="11.8, older than 12.9; point CUDA_HOME"):
+        wanted_sources(root, "", None, "11.8, older than 12.9", is_nvcc_here=True)
+    assert wanted_sources(root, "0", None, "11.8, older than 12.9", is_nvcc_here=True) == (None, "MAGI_BUILD_KERNELS=0")
 
 
 def test_sources_of_this_tree() -> None:
@@ -233,7 +233,16 @@ def test_an_old_nvcc_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     old.chmod(0o755)
     monkeypatch.setattr("kernel_build.toolchain.candidates", lambda: [old])
     assert find_toolchain()[0] is None
-    assert "11.8.89, older than 12.3" in find_toolchain()[1]
-    old.write_text(old.read_text().replace("11.8", "12.9"))
+    assert "11.8.89, older than 12.9" in find_toolchain()[1]
+    old.write_text(old.read_text().replace("11.8", "12.5"))
+    assert "ptxas beside" in find_toolchain()[1] and "12.5.89, older than 12.9" in find_toolchain()[1]
+    # A newer assembler beside it makes it fit, and its objects others.
+    ptxas = tmp_path / "ptxas"
+    ptxas.write_text(old.read_text().replace("12.5", "12.9"))
+    ptxas.chmod(0o755)
     found, _ = find_toolchain()
-    assert found is not None and found.version == "12.9.89"
+    assert found is not None and (found.version, found.ptxas) == ("12.5.89", "12.9.89") and "12.9.89" in found.identity
+    ptxas.write_text(old.read_text().replace("12.5", "13.0"))
+    old.write_text(ptxas.read_text())
+    found, _ = find_toolchain()
+    assert found is not None and (found.version, found.ptxas) == ("13.0.89", "")

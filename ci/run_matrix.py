@@ -56,6 +56,8 @@ class Runner:
         except NotHere as reason:
             say(f"{prefix} {cell.name}: not run, {reason}")
             return f"not run: {reason}"
+        except Exception as error:  # a check that cannot go on is a failed one; the other cells still run
+            report.check("the checks ran to their end", False, f"{type(error).__name__}: {error}")
         results.write(report.as_record(), self.results)
         say(f"{prefix} {cell.name}: {report.outcome}")
         return report.outcome

@@ -128,9 +128,16 @@ def _newest(versions: Iterable[str]) -> str:
     return max(versions, key=lambda version: tuple(map(int, version.split("."))), default="0")
 
 
-def symbols(environment: Environment, newest_glibc: str, report: Report) -> None:
-    """Each library needs the C and C++ run time only, in versions that the platform tag promises, and names no Python or torch symbol."""
+def glibc_of(tag: str) -> tuple[int, ...] | None:
+    """The newest glibc that a platform tag lets a wheel need; None for one that promises nothing (a wheel built for this machine)."""
+    found = [tuple(map(int, numbers)) for numbers in re.findall(r"manylinux_(\d+)_(\d+)", tag)]
+    return min(found) if found else None
+
+
+def symbols(environment: Environment, tag: str, report: Report) -> None:
+    """Each library needs the C and C++ run time only, in versions that the wheel's tag promises, and names no Python or torch symbol."""
     faults, found = [], {}
+    promised = glibc_of(tag)
     for path in libraries_of(environment):
         library = elf.read(path)
         name = path.relative_to(environment.site_packages).as_posix()
@@ -138,8 +145,8 @@ def symbols(environment: Environment, newest_glibc: str, report: Report) -> None
         foreign = [one.name for one in library.needed if not one.version and not one.is_weak]
         faults += [f"{name} has undefined symbols without an owner: {', '.join(foreign[:5])}"] * bool(foreign)
         glibc = _newest(version.removeprefix("GLIBC_") for _, version in library.versions if re.fullmatch(r"GLIBC_[\d.]+", version))
-        if tuple(map(int, glibc.split("."))) > tuple(map(int, newest_glibc.split("."))):
-            faults.append(f"{name} needs glibc {glibc}, newer than {newest_glibc}")
+        if promised is not None and tuple(map(int, glibc.split("."))) > promised:
+            faults.append(f"{name} needs glibc {glibc}, and the wheel's tag is {tag}")
         found[name] = {"glibc": glibc, "needs": list(library.libraries), "exports": len(library.defined)}
     report.check("symbols", bool(found) and not faults, "; ".join(faults) or f"{len(found)} libraries", libraries=found)
 
@@ -156,4 +163,4 @@ def wheel(cell: Cell, matrix: Matrix, environment: Environment, file: Path, repo
     budget = matrix.budgets["install_and_selftest"]
     report.check("time", spent <= budget, f"installed and self-tested in {spent:.0f} s of {budget}", seconds=round(spent, 1))
     healthy(environment, report)
-    symbols(environment, matrix.newest_glibc, report)
+    symbols(environment, report.wheel["tag"], report)

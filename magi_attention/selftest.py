@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import magi_attention._needs_torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 

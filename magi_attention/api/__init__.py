@@ -1,5 +1,8 @@
 """The public door: everything a user calls or passes. Re-exports only; each subject has its file in this folder."""
 
+import magi_attention._needs_torch  # noqa: F401
+
+# isort: split
 from magi_attention.api.attention import calc_attn
 from magi_attention.api.keys import DistAttnKey
 from magi_attention.api.losses import reduce_loss

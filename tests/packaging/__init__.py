@@ -1,0 +1,1 @@
+"""Tests of the builds and of what they publish."""

@@ -1,0 +1,61 @@
+"""The base image of a machine that can pull none: Debian from its mirror, with its way to packages. Knows no option of an engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+SUITE = "bookworm"
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+
+
+class BaseError(Exception):
+    """No base can be made; the text is for a person."""
+
+
+def debian_mirror(apt: Path = Path("/etc/apt")) -> str:
+    """The first Debian archive of this machine's apt."""
+    lists = [apt / "sources.list", *sorted((apt / "sources.list.d").glob("*"))]
+    for path in lists:
+        text = path.read_text(errors="replace") if path.suffix in (".list", ".sources") and path.is_file() else ""
+        found = re.search(r"^(?:URIs:|deb(?: \[[^]]*\])?)\s+(https?://\S+/debian)/?(?:\s|$)", text, re.MULTILINE)
+        if found:
+            return found[1]
+    raise BaseError("apt of this machine names no Debian archive; give a base image with --base")
+
+
+def debian_root(work: Path) -> Path:
+    """A minimal Debian in work/root, made once."""
+    root, ready = work / "root", work / "root.ready"
+    if ready.is_file():
+        return root
+    if not shutil.which("debootstrap") or os.geteuid() != 0:
+        raise BaseError("a base image is made by debootstrap, as root: apt-get install debootstrap; or give one with --base")
+    shutil.rmtree(root, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
+    command = ["debootstrap", "--variant=minbase", "--include=ca-certificates", SUITE, str(root), debian_mirror()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BaseError(f"debootstrap: {(done.stdout + done.stderr).strip()[-1000:]}")
+    for cache in (root / "var/cache/apt/archives", root / "var/lib/apt/lists"):
+        shutil.rmtree(cache, ignore_errors=True)
+    ready.touch()
+    return root
+
+
+def give_packages(root: Path, wheels: Path | None) -> None:
+    """How pip of the image reaches packages: the certificates of this machine, and a folder of wheels that goes before every index."""
+    if CERTIFICATES.is_file():
+        shutil.copy2(CERTIFICATES, root / str(CERTIFICATES).lstrip("/"))
+    lines = ["[global]", f"cert = {CERTIFICATES}"]
+    folder = root / "opt" / "wheels"
+    shutil.rmtree(folder, ignore_errors=True)
+    if wheels is not None:
+        folder.mkdir(parents=True)
+        for wheel in wheels.glob("*.whl"):
+            shutil.copy2(wheel, folder)
+        lines.append("find-links = /opt/wheels")
+    (root / "etc" / "pip.conf").write_text("\n".join(lines) + "\n")

@@ -32,9 +32,16 @@ struct BackwardMath {
     BackwardShared<Traits>& shared;
     const int group, lane, warp;
     ptx::Ring<Traits::kStages> ring;
+    int flags;  // of the block that the ring has come to
 
     __device__ __forceinline__ void sync_group() { ptx::named_sync(2 + group, 128); }
     __device__ __forceinline__ void sync_all() { ptx::named_sync(1, 256); }
+    // The same number, of which the compiler knows nothing: an address made from it is made anew each time, instead of kept in a register
+    // that the loop over blocks does not have.
+    static __device__ __forceinline__ int opaque(int value) {
+        asm volatile("" : "+r"(value));
+        return value;
+    }
     __device__ __forceinline__ bool is_leader() const { return warp == 0 && lane == 0; }
     __device__ __forceinline__ void release(uint64_t* barrier) {
         __syncwarp();  // the other lanes have read what may be overwritten now
@@ -63,19 +70,27 @@ struct BackwardMath {
         ptx::wgmma_commit();
     }
 
+    // The block that the ring has come to; waits until it is there.
+    __device__ __forceinline__ void look_at_block() {
+        ptx::mbarrier_wait(&shared.q_full[ring.stage()], ring.parity());
+        flags = ptx::uniform(shared.block[ring.stage()].block.flags);
+    }
+
     // Queries past those that exist: whatever memory holds there must not meet a weight of 0 as NaN.
-    __device__ __forceinline__ void clear_missing(T* rows, int stage) {
+    __device__ __forceinline__ void clear_missing(int stage) {
         const Block block = shared.block[stage].block;
         const int num_cols = block.num_cols();
-        if (num_cols == Traits::kCols || block.col_begin + num_cols >= params.total_q) return;
-        clear_rows_from<Traits::kDim, Traits::kCols>(rows, num_cols, 32 * warp + lane);
+        if (block.col_begin + num_cols >= params.total_q) return;
+        ptx::mbarrier_wait(&shared.dout_full[stage], ring.parity());
+        clear_rows_from<Traits::kDim, Traits::kCols>(shared.q[stage], num_cols, 32 * warp + lane);
+        clear_rows_from<Traits::kDim, Traits::kCols>(shared.dout[stage], num_cols, 32 * warp + lane);
         sync_group();
     }
 
     // The same for keys of the tile that no query sees: 0 * NaN would reach dq. Ordered by the barrier before the first dq product.
     __device__ __forceinline__ void clear_unseen_keys(int tile) {
         const int begin = shared.piece_begin, end = shared.piece_end;
-        const int row = 32 * warp + lane;
+        const int row = 32 * warp + opaque(lane);
         if (begin == end || row >= 64) return;
         const int key = tile * Traits::kRows + group * 64 + row;
         bool is_seen = key >= params.total_k;  // zeros already
@@ -97,58 +112,73 @@ struct BackwardMath {
         for (int i = 0; i < Traits::kCols / 4; ++i) packed[i] = ptx::pack<T>(values[2 * i], values[2 * i + 1]);
     }
 
+    // Chunks of 16 bytes are swizzled by the row, so those of a row differ from its first address by exclusive or.
     __device__ __forceinline__ void store_dscores(T* to, const Packed& packed) {
-        const int row = group * 64 + warp * 16 + lane % 16;
+        const int own = opaque(lane);
+        const int row = group * 64 + warp * 16 + own % 16;
+        const uint32_t first = ptx::shared_address(to) + row * 128 + ((own / 16) ^ (row % 8)) * 16;
 #pragma unroll
-        for (int j = 0; j < Traits::kCols / 16; ++j) {
-            const int chunk = 2 * j + lane / 16;
-            ptx::store_matrices(ptx::shared_address(to) + row * 128 + ((chunk ^ (row % 8)) * 16), packed[4 * j], packed[4 * j + 1],
-                                packed[4 * j + 2], packed[4 * j + 3]);
-        }
+        for (int j = 0; j < Traits::kCols / 16; ++j)
+            ptx::store_matrices(first ^ (32 * j), packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
         ptx::fence_async_shared();
         __syncwarp();
     }
 
     // Rows that differ by one share their banks pairwise in this swizzle, so odd rows store their pairs in another order.
-    __device__ __forceinline__ void add_dq(const DqSums& acc, const Block& block) {
-        const uint32_t base = ptx::shared_address(shared.dq[group]);
-        const bool is_odd = (lane / 4) % 2 != 0;
+    __device__ __forceinline__ void add_dq(const DqSums& acc) {
+        ptx::mbarrier_wait(&shared.dq_empty[group], ring.stage() ^ 1);
+        const int own = opaque(lane);
+        const bool is_odd = (own / 4) % 2 != 0;
+        const int row = warp * 16 + own / 4;
+        const uint32_t first =
+            ptx::shared_address(shared.dq[group]) + row * 128 + (((own % 4) / 2) ^ (row % 8) ^ (is_odd ? 4 : 0)) * 16 + (own % 2) * 8;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = warp * 16 + lane / 4 + 8 * r;
+        for (int j = 0; j < Traits::kDqCols / 8; ++j) {
+            const int other = j ^ 2;
+            const uint32_t to = first ^ (32 * (j % 4));
 #pragma unroll
-            for (int j = 0; j < Traits::kDqCols / 8; ++j) {
-                const int other = j ^ 2;
+            for (int r = 0; r < 2; ++r) {
                 const float x = is_odd ? acc[4 * other + 2 * r] : acc[4 * j + 2 * r];
                 const float y = is_odd ? acc[4 * other + 2 * r + 1] : acc[4 * j + 2 * r + 1];
-                const int chunk = (2 * (j % 4) + (lane % 4) / 2) ^ (row % 8) ^ (is_odd ? 4 : 0);
-                const uint32_t to = base + j / 4 * 8192 + row * 128 + chunk * 16 + (lane % 2) * 8;
-                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x * params.scale), "f"(y * params.scale) : "memory");
+                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + j / 4 * 8192 + r * 1024), "f"(x * params.scale),
+                             "f"(y * params.scale)
+                             : "memory");
             }
         }
+        if (is_leader()) shared.dq_at[group] = {shared.block[ring.stage()].block.col_begin, shared.block[ring.stage()].block.head()};
         ptx::fence_async_shared();
-        sync_group();
-        if (is_leader()) {
-            ptx::tma_reduce_add(&params.dq, shared.dq[group], 0, block.col_begin, Traits::kDqCols / 32 * group, block.head());
-            ptx::tma_commit();
-        }
+        release(&shared.dq_full[group]);
     }
 
     __device__ __forceinline__ void run();
-    __device__ __forceinline__ bool step(int tile, Sums& dk, Sums& dv);
-    __device__ __forceinline__ ColumnBits<2, kWords> visible(const BlockSlot& slot, int tile);
+    __device__ __forceinline__ bool step(Sums& dk, Sums& dv);
+    __device__ __forceinline__ ColumnBits<2, kWords> visible(const BlockSlot& slot);
     __device__ __forceinline__ float weight(float score, float lse) { return ptx::exp2_fast(fmaf(score, params.scale_log2, -lse)); }
-    __device__ __forceinline__ void weigh(Scores& scores, int first, bool hides, const ColumnBits<2, kWords>& bits);
-    __device__ __forceinline__ void differentiate(Scores& scores, Scores& dscores, Packed& weights, int first, bool hides,
-                                                  const ColumnBits<2, kWords>& bits);
+    using Shifts = float[Traits::kCols / 4];
+    // A pair for each eight columns. Blocks begin at any query, so that pairs may lie across.
+    __device__ __forceinline__ void read_stats(Shifts& to, const float* from) {
+        const uint32_t at = ptx::shared_address(from);
+        if (flags & Block::kOddStart) {
+#pragma unroll
+            for (int j = 0; j < Traits::kCols / 4; ++j)
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(to[j]) : "r"(at + 32 * (j / 2) + 4 * (j % 2)));
+        } else {
+#pragma unroll
+            for (int j = 0; j < Traits::kCols / 8; ++j)
+                asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to[2 * j]), "=f"(to[2 * j + 1]) : "r"(at + 32 * j));
+        }
+    }
+    __device__ __forceinline__ void weigh(Scores& scores, const Shifts& shifts, int first, bool hides, const ColumnBits<2, kWords>& bits);
+    __device__ __forceinline__ void differentiate(Scores& scores, Scores& dscores, Packed& weights, const Shifts& shifts, int first,
+                                                  bool hides, const ColumnBits<2, kWords>& bits);
     __device__ __forceinline__ void store(void* to, const Item& item, const Sums& values, float scale);
 };
 
 // What the rows of this thread see of the block.
 template <class Traits>
-__device__ __forceinline__ ColumnBits<2, BackwardMath<Traits>::kWords> BackwardMath<Traits>::visible(const BlockSlot& slot, int tile) {
-    const int warp_row = tile * Traits::kRows + group * 64 + warp * 16;
-    if (slot.block.is_edge()) return visible_columns<kWords>(params.work.pieces, slot, slot.block, warp_row, lane);
+__device__ __forceinline__ ColumnBits<2, BackwardMath<Traits>::kWords> BackwardMath<Traits>::visible(const BlockSlot& slot) {
+    const int warp_row = shared.item.tile * Traits::kRows + group * 64 + warp * 16;
+    if (flags & Block::kEdge) return visible_columns<kWords>(params.work.pieces, slot, slot.block, warp_row, lane);
     ColumnBits<2, kWords> bits;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
@@ -160,15 +190,15 @@ __device__ __forceinline__ ColumnBits<2, BackwardMath<Traits>::kWords> BackwardM
 // scores -> softmax weights; with a softcap only -> tanh, the slope of the cap needs it. `first`: where the statistics of this thread's
 // first column are.
 template <class Traits>
-__device__ __forceinline__ void BackwardMath<Traits>::weigh(Scores& scores, int first, bool hides, const ColumnBits<2, kWords>& bits) {
+__device__ __forceinline__ void BackwardMath<Traits>::weigh(Scores& scores, const Shifts& shifts, int first, bool hides,
+                                                            const ColumnBits<2, kWords>& bits) {
     if constexpr (Traits::kSoftcap) {
 #pragma unroll
         for (int i = 0; i < Traits::kCols / 2; ++i) scores[i] = tanh_exact(scores[i] * params.scale_softcap);
     } else {
-        const float* lse = shared.stats[ring.stage()][0] + first;
 #pragma unroll
         for (int j = 0; j < Traits::kCols / 8; ++j) {
-            const float2 shift = {lse[8 * j], lse[8 * j + 1]};
+            const float2 shift = {shifts[2 * j], shifts[2 * j + 1]};
 #pragma unroll
             for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = weight(scores[i], i % 2 ? shift.y : shift.x);
         }
@@ -178,13 +208,12 @@ __device__ __forceinline__ void BackwardMath<Traits>::weigh(Scores& scores, int 
 
 // dscores = weights * (dscores - delta), times the slope of the softcap; packs the weights.
 template <class Traits>
-__device__ __forceinline__ void BackwardMath<Traits>::differentiate(Scores& scores, Scores& dscores, Packed& weights, int first, bool hides,
-                                                                    const ColumnBits<2, kWords>& bits) {
+__device__ __forceinline__ void BackwardMath<Traits>::differentiate(Scores& scores, Scores& dscores, Packed& weights, const Shifts& shifts,
+                                                                    int first, bool hides, const ColumnBits<2, kWords>& bits) {
     const float* lse = shared.stats[ring.stage()][0] + first;
-    const float* delta = shared.stats[ring.stage()][1] + first;
 #pragma unroll
     for (int j = 0; j < Traits::kCols / 8; ++j) {
-        const float2 shift = {delta[8 * j], delta[8 * j + 1]};
+        const float2 shift = {shifts[2 * j], shifts[2 * j + 1]};
         if constexpr (Traits::kSoftcap) {
             const float2 top = {lse[8 * j], lse[8 * j + 1]};
 #pragma unroll
@@ -207,37 +236,38 @@ __device__ __forceinline__ void BackwardMath<Traits>::differentiate(Scores& scor
 
 // One block of queries; true after the last one of the item.
 template <class Traits>
-__device__ __forceinline__ bool BackwardMath<Traits>::step(int tile, Sums& dk, Sums& dv) {
+__device__ __forceinline__ bool BackwardMath<Traits>::step(Sums& dk, Sums& dv) {
     Scores scores, dscores;
     Packed weights, dweights;
     const int stage = ring.stage();
-    ptx::mbarrier_wait(&shared.q_full[stage], ring.parity());
-    clear_missing(shared.q[stage], stage);
-    ptx::mbarrier_wait(&shared.dout_full[stage], ring.parity());
-    clear_missing(shared.dout[stage], stage);
-    const int first = (shared.block[stage].block.col_begin & 3) + 2 * (lane % 4);  // statistics of this thread's first column
+    if ((flags & 0xFF) != Traits::kCols) clear_missing(stage);
+    const int first = (flags >> Block::kStartBits & 3) + 2 * (lane % 4);  // statistics of this thread's first column
     ptx::pin(scores);
     ptx::pin(dscores);
     ptx::wgmma_fence();
     issue_transposed(scores, shared.k, shared.q[stage]);
+    ptx::mbarrier_wait(&shared.dout_full[stage], ring.parity());
+    ptx::wgmma_fence();
     issue_transposed(dscores, shared.v, shared.dout[stage]);
     // A short tile's missing rows are not in the list; their weight would be exp(-lse), which can be infinite.
-    const bool hides = shared.block[stage].block.is_edge() || (tile + 1) * Traits::kRows > params.total_k;
+    const bool hides = (flags & (Block::kEdge | Block::kShort)) != 0;
     ColumnBits<2, kWords> bits;
-    if (hides) bits = visible(shared.block[stage], tile);
+    if (hides) bits = visible(shared.block[stage]);
+    Shifts lse, delta;
+    if constexpr (!Traits::kSoftcap) read_stats(lse, shared.stats[stage][0] + first);
     ptx::wgmma_wait<1>();
     ptx::pin(scores);
-    weigh(scores, first, hides, bits);
+    weigh(scores, lse, first, hides, bits);
+    read_stats(delta, shared.stats[stage][1] + first);
     ptx::wgmma_wait<0>();
     ptx::pin(dscores);
-    differentiate(scores, dscores, weights, first, hides, bits);
+    differentiate(scores, dscores, weights, delta, first, hides, bits);
     pack_all(dweights, dscores);
 
     issue_sums(dv, weights, shared.dout[stage]);
     DqSums dq;
     if constexpr (Traits::kWantsDq) {
         store_dscores(shared.dscores[stage], dweights);
-        if (is_leader()) ptx::tma_wait_read<0>();  // the additions of the block before have left the buffer; told by the barrier
         sync_all();
         issue_dq(dq, shared.dscores[stage]);
     }
@@ -245,16 +275,17 @@ __device__ __forceinline__ bool BackwardMath<Traits>::step(int tile, Sums& dk, S
     ptx::wgmma_wait<1>();
     ptx::pin(dv);
     release(&shared.dout_empty[stage]);
-    const Block block = shared.block[stage].block;
     if constexpr (Traits::kWantsDq) {
         ptx::pin(dq);
-        add_dq(dq, block);
+        add_dq(dq);
     }
+    const bool is_last = (flags & Block::kLast) != 0;
+    ring.advance();
+    if (!is_last) look_at_block();
     ptx::wgmma_wait<0>();
     ptx::pin(dk);
     release(&shared.q_empty[stage]);
-    ring.advance();
-    return ptx::uniform_bool(block.is_last());
+    return is_last;
 }
 
 template <class Traits>
@@ -288,26 +319,28 @@ __device__ __forceinline__ void BackwardMath<Traits>::run() {
     for (uint32_t kv_parity = 0;; kv_parity ^= 1) {
         ptx::mbarrier_wait(&shared.kv_full, kv_parity);
         __syncwarp();
-        const Item item = {ptx::uniform(shared.item.tile), ptx::uniform(shared.item.head)};
+        if (shared.item.tile < 0) break;
         const bool has_blocks = ptx::uniform_bool(shared.has_blocks != 0);
-        if (item.tile < 0) break;
         Sums dk, dv;
 #pragma unroll
         for (int i = 0; i < Traits::kDim / 2; ++i) dk[i] = dv[i] = 0;
         if (has_blocks) {
-            clear_unseen_keys(item.tile);
-            while (!step(item.tile, dk, dv)) {
+            clear_unseen_keys(shared.item.tile);
+            look_at_block();
+            while (!step(dk, dv)) {
             }
-            release(&shared.kv_empty);
-        } else {
-            __syncwarp();
-            release(&shared.kv_empty);
-            if (params.accumulate_dkv) continue;
         }
+        const Item item = shared.item;
+        release(&shared.kv_empty);
+        if (!has_blocks && params.accumulate_dkv) continue;
         store(params.dk, item, dk, params.scale);
         store(params.dv, item, dv, 1.0f);
     }
-    if (is_leader()) ptx::tma_wait<0>();
+    if constexpr (Traits::kWantsDq) {
+        ptx::mbarrier_wait(&shared.dq_empty[group], ring.stage() ^ 1);
+        if (is_leader()) shared.dq_at[group] = {0, -1};
+        release(&shared.dq_full[group]);
+    }
 }
 
 template <class Traits>
@@ -326,6 +359,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
             ptx::mbarrier_init(&shared.q_empty[stage], kWarps);
             ptx::mbarrier_init(&shared.dout_empty[stage], kWarps);
         }
+        for (int to = 0; to < Traits::kGroups; ++to) {
+            ptx::mbarrier_init(&shared.dq_full[to], 4);
+            ptx::mbarrier_init(&shared.dq_empty[to], 1);
+        }
         ptx::fence_barrier_init();
     }
     __syncthreads();
@@ -333,10 +370,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
         ptx::lower_registers<Traits::kLoadRegisters>();
         if (threadIdx.x == 0) load_backward<Traits>(params, shared);
         if (threadIdx.x == 32) take_items(params.schedule, params.work, shared.queue);
+        if (Traits::kWantsDq && threadIdx.x % 32 == 0 && threadIdx.x >= 64) add_dq_blocks(params, shared, threadIdx.x / 32 - 2);
     } else {
         ptx::raise_registers<Traits::kMathRegisters>();
         BackwardMath<Traits> math{params, shared, group - 1, static_cast<int>(threadIdx.x % 32), static_cast<int>(threadIdx.x % 128 / 32),
-                                  {}};
+                                  {},     0};
         math.run();
     }
 }

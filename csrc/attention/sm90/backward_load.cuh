@@ -52,6 +52,8 @@ struct alignas(1024) BackwardShared {
     uint64_t kv_full, kv_empty;
     uint64_t q_full[Traits::kStages], q_empty[Traits::kStages];
     uint64_t dout_full[Traits::kStages], dout_empty[Traits::kStages];
+    uint64_t dq_full[Traits::kGroups], dq_empty[Traits::kGroups];
+    int2 dq_at[Traits::kGroups];  // first query and head of what dq holds; head < 0: nothing more
 };
 
 struct BackwardParams {
@@ -115,6 +117,9 @@ __device__ __forceinline__ void load_backward(const BackwardParams& params, Back
             for (; segment.x < segment.y; segment.x += Traits::kCols) {
                 int32_t flags = min(segment.y - segment.x, Traits::kCols) | static_cast<int32_t>(static_cast<uint32_t>(head) << 16);
                 if (ask_at >= 0 && segment.x + Traits::kCols >= segment.y) flags |= Block::kLast;
+                flags |= (segment.x & 3) << Block::kStartBits;
+                if (segment.z != segment.w) flags |= Block::kEdge;
+                if ((shared.item.tile + 1) * Traits::kRows > params.total_k) flags |= Block::kShort;
                 ptx::mbarrier_wait(&shared.q_empty[ring.stage()], ring.free_parity());
                 shared.block[ring.stage()].set({segment.x, flags, segment.z, segment.w}, params.work.pieces);
                 ptx::mbarrier_arrive_expect(&shared.q_full[ring.stage()], kBlockBytes + kStatsBytes);
@@ -135,6 +140,22 @@ __device__ __forceinline__ void load_backward(const BackwardParams& params, Back
             segment = __ldg(reinterpret_cast<const int4*>(params.work.segments) + *segment_idx);
         }
     }
+}
+
+// One thread per multiplying warpgroup: adds its half of the columns of dq to global memory, block by block.
+template <class Traits>
+__device__ __forceinline__ void add_dq_blocks(const BackwardParams& params, BackwardShared<Traits>& shared, int group) {
+#pragma unroll 1
+    for (uint32_t parity = 0;; parity ^= 1) {
+        ptx::mbarrier_wait(&shared.dq_full[group], parity);
+        const int2 at = shared.dq_at[group];
+        if (at.y < 0) break;
+        ptx::tma_reduce_add(&params.dq, shared.dq[group], 0, at.x, Traits::kDqCols / 32 * group, at.y);
+        ptx::tma_commit();
+        ptx::tma_wait_read<0>();
+        ptx::mbarrier_arrive(&shared.dq_empty[group]);
+    }
+    ptx::tma_wait<0>();
 }
 
 }  // namespace magi::sm90

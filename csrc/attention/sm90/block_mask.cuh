@@ -12,10 +12,15 @@ namespace magi {
 // What the load warp tells the others of one block; travels through shared memory beside the block itself.
 struct alignas(16) Block {
     int32_t col_begin;
-    int32_t flags;                   // number of columns that exist (some row sees them) | kLast | head << 16
+    int32_t flags;                   // number of columns that exist (some row sees them) | the bits below | head << 16
     int32_t piece_begin, piece_end;  // equal: every row sees every column
 
     static constexpr int32_t kLast = 1 << 8;
+    // Told by the backward alone, which has no registers to keep more of a block than its flags.
+    static constexpr int kStartBits = 9;  // col_begin % 4 in two bits
+    static constexpr int32_t kOddStart = 1 << kStartBits;
+    static constexpr int32_t kEdge = 1 << 11;
+    static constexpr int32_t kShort = 1 << 12;  // the tile has rows that do not exist
     __device__ __forceinline__ int num_cols() const { return flags & 0xFF; }
     __device__ __forceinline__ int head() const { return static_cast<int>(static_cast<uint32_t>(flags) >> 16); }
     __device__ __forceinline__ bool is_last() const { return (flags & kLast) != 0; }

@@ -6,7 +6,8 @@ kernels   MAGI_BUILD_KERNELS   1: no kernels is an error; 0: build none; not set
 variants  MAGI_BUILD_VARIANTS  the variants to build, like "forward:bf16:128:0,backward" (globs; all when not set)
 archs     MAGI_BUILD_ARCHS     what the kernels are compiled for; all that they are written for when not set
 cuda      MAGI_BUILD_CUDA      CUDA toolkits with colons between: one library for each in _cu12, _cu13, for a wheel for several torches
-jobs      MAX_JOBS             compilers that run at once
+jobs      MAX_JOBS             compilers that run at once; not set: one per CPU and per 2 GiB of free memory
+objects   MAGI_BUILD_OBJECTS   where compiled kernels are kept for the next build (build/kernels when not set)
 """
 
 from __future__ import annotations

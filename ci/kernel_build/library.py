@@ -6,6 +6,7 @@ Knows neither setuptools nor where the library is installed.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -39,7 +40,8 @@ class Sources:
 
     @property
     def work_folder(self) -> Path:
-        return self.root / "build" / "kernels"
+        """Objects outlive the tree where MAGI_BUILD_OBJECTS names a folder: a wheel is built from a copy."""
+        return Path(os.environ.get("MAGI_BUILD_OBJECTS") or self.root / "build" / "kernels")
 
     def variant_file(self, direction: str) -> Path:
         return variant_source(self.root, direction)
@@ -127,12 +129,18 @@ def build_library(sources: Sources, toolchain: Toolchain, patterns: str, say: Sa
         _link([built.path for built in objects.values()], library, toolchain)
         _check_binary(library)
         reports = {label: _report_of(label, built) for label, built in objects.items()}
-        report.write_csv(reports, sources.root / "build" / "kernel_report.csv")
+        report.write_csv(reports, _csv_of(sources.root))
     say(report.table(reports))
     num_compiled = sum(not built.was_cached for built in objects.values())
     archs = ", ".join(toolchain.archs)
     say(f"{library}: {len(variants)} variants for {archs}; {num_compiled} objects compiled, {len(objects) - num_compiled} from the cache")
     return Library(library, variants, reports, num_compiled, toolchain)
+
+
+def _csv_of(root: Path) -> Path:
+    folder = root / "build"
+    folder.mkdir(exist_ok=True)
+    return folder / "kernel_report.csv"
 
 
 def _compile_objects(

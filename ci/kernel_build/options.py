@@ -21,6 +21,7 @@ SETTINGS = {
     "archs": "MAGI_BUILD_ARCHS",
     "cuda": "MAGI_BUILD_CUDA",
     "jobs": "MAX_JOBS",
+    "objects": "MAGI_BUILD_OBJECTS",
 }
 
 

@@ -1,16 +1,18 @@
 """The build backend: setuptools, plus options by name: `pip install . -C variants=forward:bf16:128:0 -C jobs=4`.
 
 Translates each option of kernel_build/options.py into the environment that setup.py reads; everything else is setuptools' own.
+In a folder of its own: the backend's folder is searched before all others, and ci/wheel/ would hide PyPI's package of that name.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from kernel_build.options import SETTINGS
 from setuptools import build_meta
 from setuptools.build_meta import (
     get_requires_for_build_editable,
@@ -19,6 +21,10 @@ from setuptools.build_meta import (
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kernel_build.options import SETTINGS
 
 Settings = dict[str, Any] | None
 

@@ -145,9 +145,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Callable[[st
     parser.add_argument("--all", action="store_true", help="every cell with status tested")
     parser.add_argument("--subset", action="store_true", help="the cells that every change runs")
     parser.add_argument("--list", action="store_true", help="print the cells with their last results, run nothing")
-    parser.add_argument(
-        "--wheels", type=Path, default=ROOT / "build" / "wheels", metavar="DIR", help="what ci/wheels.sh wrote (build/wheels)"
-    )
+    parser.add_argument("--wheels", type=Path, default=ROOT / "dist", metavar="DIR", help="what ci/wheels.sh wrote (dist)")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="this file as the fat wheel")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "matrix", metavar="DIR", help="environments (build/matrix)")
     parser.add_argument("--results", type=Path, default=results.RESULTS, metavar="DIR", help="where results go (ci/results)")

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.version import Version
+
 from matrix import checks, doctor_cases
 from matrix.cells import ROOT, Cell, Matrix
-from matrix.environments import Environment
+from matrix.environments import Environment, NotHere
 from matrix.results import Report
 from matrix.wheels import Wheels
 
@@ -96,18 +98,28 @@ class Place:
 
 
 def torch_stays(place: Place) -> None:
-    """From the index folder of the pair, the way docs/install.md says it: one package is found, torch is no part of the plan."""
+    """From the index folder of the pair, as docs/install.md says it: our wheel is found, and torch is no part of the plan.
+
+    The folder is the only index, since PyPI's package of this name is another one.
+    """
+    file = place.wheels.find(place.cell.wheel)
     folder = place.wheels.folder_of(place.cell.wheel)
-    place.wheels.find(place.cell.wheel)
-    source = ["--extra-index-url", folder.as_uri()] if (folder / "magi-attention").is_dir() else ["--find-links", str(folder)]
+    if not (folder / "magi-attention" / "index.html").is_file():
+        raise NotHere(f"{folder} is no index yet: python ci/wheel/index.py {folder.parent} writes its pages")
+    place.environment.pip("install", "-q", "numpy")
     planned = place.environment.folder / "plan.json"
-    done = place.environment.pip("install", "--dry-run", "--quiet", "--report", str(planned), *source, "magi-attention")
-    plan = json.loads(planned.read_text())["install"] if done.code == 0 else []
-    names = [one["metadata"]["name"] for one in plan]
-    chosen = [one["metadata"]["version"] for one in plan if one["metadata"]["name"] in ("magi-attention", "magi_attention")]
-    place.report.check("pip finds the wheel", len(chosen) == 1, done.last_line if done.code else f"magi-attention {', '.join(chosen)}")
-    touched = [name for name in names if name == "torch" or name.startswith("nvidia-")]
-    place.report.check("torch stays as it is", done.code == 0 and not touched, f"pip would install {', '.join(names)}", planned=names)
+    source = ("--isolated", "--index-url", folder.as_uri(), "--report", str(planned))
+    done = place.environment.pip("install", "--dry-run", "--quiet", *source, "magi-attention")
+    plan = (
+        {one["metadata"]["name"]: one["metadata"]["version"] for one in json.loads(planned.read_text())["install"]}
+        if done.code == 0
+        else {}
+    )
+    chosen = plan.get("magi-attention", "nothing")
+    right = Version(chosen) == Version(file.name.split("-")[1]) if plan else False
+    place.report.check("pip finds the wheel of the pair", right, f"magi-attention {chosen}" if plan else done.last_line)
+    others = sorted(set(plan) - {"magi-attention"})
+    place.report.check("torch and all else stay as they are", bool(plan) and not others, ", ".join(others), planned=plan)
 
 
 def no_nvshmem(place: Place) -> None:

@@ -32,7 +32,7 @@ class DeviceWork:
         self.array = array
         self.status = status
         order, segment_offsets, segments, pieces = offsets
-        addresses = (start + 4 * order, start + 4 * segment_offsets, start + 4 * segments, start + 4 * pieces)
+        addresses = (start + 4 * order, start + 4 * segment_offsets, start + 4 * segments, start + 4 * pieces, 0)
         self.packed = ffa_library.WORK.pack(*addresses, *sizes)
 
     @property

@@ -44,7 +44,7 @@ def test_sizes_and_offsets_are_those_of_the_compiler(tmp_path: Path) -> None:
 
 def test_a_packed_forward_is_the_struct() -> None:
     shape = ffa_library.AttentionShape(*range(1, 7), 0.5, 0.25, 9)
-    work = ffa_library.Work(11, 12, 13, 14, 15, 16, 17, 18)
+    work = ffa_library.Work(11, 12, 13, 14, 15, 16, 17, 18, 19)
     values = list(range(100, 100 + sum(code not in "x@" for code in ffa_library.FORWARD_TAIL.format)))
     packed = ffa_library.forward_head(shape) + bytes(work) + ffa_library.FORWARD_TAIL.pack(*values)
     assert len(packed) == ctypes.sizeof(ffa_library.ForwardArgs)

@@ -157,18 +157,21 @@ class Environments:
         return Environment(folder, base.facts)
 
     def here(self, name: str) -> Environment:
-        """An environment over the packages of this machine's own Python, torch included."""
+        """An environment over the packages of the Python that runs this, torch included; that Python may be of an environment itself."""
         folder = self.cache / "cells" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", str(folder)], check=True, capture_output=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, capture_output=True)
         environment = Environment(folder)
+        packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+        (environment.site_packages / "here.pth").write_text("\n".join(packages) + "\n")
         asked = "import platform, torch; print(platform.python_version(), torch.__version__, torch.version.cuda, torch.cuda.is_available())"
         done = environment.run("-c", asked)
         if done.code or not done.out.strip().endswith("True"):
             raise NotHere(f"this cell needs a GPU that torch of {sys.executable} can use: {done.last_line}")
         python, torch, cuda, _ = done.out.split()
-        return Environment(folder, {"python": python, "torch": torch, "cuda": cuda, "stand_ins": []})
+        gpu = environment.run("-c", "import torch; print(torch.cuda.get_device_name())").out.strip()
+        return Environment(folder, {"python": python, "torch": torch, "cuda": cuda, "gpu": gpu, "stand_ins": []})
 
     def _add_torch(self, environment: Environment, torch: Torch) -> dict[str, object]:
         wanted = f"torch=={torch.version}+cpu" if torch.build == "cpu" else f"torch=={torch.version}"

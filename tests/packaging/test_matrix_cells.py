@@ -61,7 +61,9 @@ def test_every_torch_with_cuda_has_kernels_and_a_folder() -> None:
 def test_filters_choose_by_part_glob_and_name() -> None:
     matrix = load()
     names = [cell.name for cell in matrix.cells]
-    assert [cell.name for cell in matrix.select(["torch2.10.0+cu128-py3.12"])] == [name for name in names if "torch2.10.0+cu128-py3.12" in name]
+    assert [cell.name for cell in matrix.select(["torch2.10.0+cu128-py3.12"])] == [
+        name for name in names if "torch2.10.0+cu128-py3.12" in name
+    ]
     assert [cell.name for cell in matrix.select(["fat-*-py3.13"])] == [name for name in names if re.fullmatch(r"fat-.*-py3\.13", name)]
     assert [cell.name for cell in matrix.select(["doctor"])] == ["doctor"]
     with pytest.raises(MatrixError, match=r"no cell of matrix\.yaml matches 'torch9'"):

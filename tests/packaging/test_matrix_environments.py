@@ -120,3 +120,20 @@ def test_stand_ins_load_where_the_real_libraries_are_missing(tmp_path: Path) -> 
     answer = subprocess.run(load, capture_output=True, text=True, check=True).stdout
     assert int(answer) == standins.NCCL_VERSION
     assert ("libcublas.so.13", "libcublas.so.13") in elf.read(torch).versions
+
+
+def test_without_a_gpu_the_cell_for_one_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages of this Python are found in the new environment, and the answer of its torch decides."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told: list[str] = []
+    real = Environment.run
+
+    def run(self: Environment, *arguments: str, **options: object) -> Done:
+        done = real(self, "-c", "import torch; print(torch.__file__)")
+        told.append(done.out.strip())
+        return Done(0, "3.12.1 2.11.0 13.0 False\n", "")
+
+    monkeypatch.setattr(Environment, "run", run)
+    with pytest.raises(NotHere, match="needs a GPU"):
+        Environments(tmp_path, print).here("h200")
+    assert told and told[0].endswith("torch/__init__.py")

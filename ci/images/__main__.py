@@ -92,12 +92,13 @@ def _one_image(found: Engine, options: argparse.Namespace, what: tuple[str, str,
     log = options.work / f"cuda{cuda}.log"
     log.unlink(missing_ok=True)
     arguments = {"BASE_IMAGE": base, "RUNTIME_IMAGE": base, "CUDA": cuda, "TORCH": options.torch, "VARIANTS": options.variants}
-    facts: dict[str, Any] = {"cuda": cuda, "torch": options.torch, "build_s": {}, "bytes": {}}
+    facts: dict[str, Any] = {"cuda": cuda, "torch": options.torch, "build_s": {}, "bytes": {}, "ids": {}}
     for target in ("build", "wheel-test", "runtime", *(["dev"] if options.dev else [])):
         image = f"magi-attention-{target}:cu{cuda}"
         made.append(image)
         facts["build_s"][target] = round(found.build(context, target, image, arguments, log), 1)
         facts["bytes"][target] = found.size(image)
+        facts["ids"][target] = found.must("image", "inspect", "--format", "{{.Id}}", image)
         print(f"CUDA {cuda}, {target}: {facts['build_s'][target]} s, {facts['bytes'][target]:,} bytes", flush=True)
     facts["checks"] = []
     for check in check_image(found, f"magi-attention-runtime:cu{cuda}", cuda, options.work):

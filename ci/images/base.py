@@ -40,8 +40,9 @@ def debian_root(work: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BaseError(f"debootstrap: {(done.stdout + done.stderr).strip()[-1000:]}")
-    for cache in (root / "var/cache/apt/archives", root / "var/lib/apt/lists"):
-        shutil.rmtree(cache, ignore_errors=True)
+    for downloaded in (*root.glob("var/cache/apt/archives/*.deb"), *root.glob("var/lib/apt/lists/*")):
+        if downloaded.is_file():
+            downloaded.unlink()
     ready.touch()
     return root
 

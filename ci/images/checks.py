@@ -46,10 +46,12 @@ def check_image(engine: Engine, image: str, cuda: str, work: Path) -> list[Findi
 def _selftest(engine: Engine, image: str) -> Finding:
     """I23: the default command, without a network, a volume or a place to write but /tmp."""
     done = engine.call("run", "--rm", "--network=none", "--read-only", "--tmpfs=/tmp", image, timeout_s=SELFTEST_TIMEOUT_S)
-    summary = re.fullmatch(r"PASS: \d+ passed, 0 failed, \d+ skipped in [\d.]+ s", done.last_line)
+    # The summary is the last line of the output proper; torch may warn beside it, for example that the host's name leads nowhere.
+    last = (done.out.strip().splitlines() or [done.last_line])[-1]
+    summary = re.fullmatch(r"PASS: \d+ passed, 0 failed, \d+ skipped in [\d.]+ s", last)
     skips = [line for line in done.out.splitlines() if line.startswith("SKIP")]
     explained = any("cuda" in line for line in skips)
-    return Finding("I23 default command, no network, no volume, no GPU", done.code == 0 and bool(summary) and explained, done.last_line)
+    return Finding("I23 default command, no network, no volume, no GPU", done.code == 0 and bool(summary) and explained, last)
 
 
 def _user(engine: Engine, image: str) -> Finding:

@@ -180,7 +180,9 @@ class Environments:
             source += ["--index-url", torch.index]
         elif torch.build == "cpu" and answers(CPU_INDEX):
             source += ["--extra-index-url", CPU_INDEX]
-        done = environment.pip("install", "-q", "--no-deps", "--no-cache-dir", "--only-binary=:all:", *source, wanted)
+        # Only what is imported is compiled to bytecode: for all of torch that takes as long as unpacking it.
+        options = ("-q", "--no-deps", "--no-cache-dir", "--no-compile", "--only-binary=:all:")
+        done = environment.pip("install", *options, *source, wanted)
         if done.code:
             raise NotHere(f"{wanted} for Python {environment.facts.get('python', environment.folder.name)} cannot be had: {done.last_line}")
         found = _version_of_torch(environment)

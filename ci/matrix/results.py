@@ -78,6 +78,7 @@ class Report:
     def as_record(self) -> dict[str, Any]:
         return {
             "cell": self.cell.name,
+            "cases": list(self.cell.cases),
             "definition": self.cell.definition,
             "outcome": self.outcome,
             "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

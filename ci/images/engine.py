@@ -121,7 +121,7 @@ def _answers(program: Sequence[str]) -> bool:
 @contextlib.contextmanager
 def _daemon(docker: str, work: Path) -> Iterator[Engine]:
     state = work / "docker"
-    shutil.rmtree(state, ignore_errors=True)
+    _remove(state)
     state.mkdir(parents=True)
     socket = f"unix://{state}/socket"
     command = ["dockerd", "--data-root", f"{state}/data", "--exec-root", f"{state}/exec", "-p", f"{state}/pid", "-H", socket]
@@ -142,4 +142,14 @@ def _daemon(docker: str, work: Path) -> Iterator[Engine]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        shutil.rmtree(state, ignore_errors=True)
+        _remove(state)
+
+
+def _remove(state: Path) -> None:
+    """The daemon's folder with what it leaves mounted there: the network namespace of the host, and layers after a crash."""
+    if not state.is_dir():
+        return
+    mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for place in sorted((place for place in mounted if place.startswith(f"{state}/")), reverse=True):
+        subprocess.run(["umount", place], check=True)
+    shutil.rmtree(state)

@@ -162,8 +162,9 @@ def read_build() -> BuildFacts:
     record = _build_record.read_record()
     lines = []
     for name, entry in sorted(record.get("libraries", {}).items()):
-        made_with = f"CUDA {entry['cuda']} for {', '.join(entry['archs'])}" if "cuda" in entry else str(entry.get("compiler", "unknown"))
-        lines.append(f"{name}: {made_with}, glibc {entry['glibc']} or newer")
+        archs = ", ".join(entry.get("archs", ()))
+        made_with = f"CUDA {entry['cuda']} for {archs}" if "cuda" in entry else str(entry.get("compiler", "unknown compiler"))
+        lines.append(f"{name}: {made_with}, glibc {entry.get('glibc', 'unknown')} or newer")
     return BuildFacts(
         record.get("revision"),
         record.get("origin", "source"),

@@ -25,7 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "images", help="folder for all this makes (default build/images)")
     parser.add_argument("--cuda", choices=("12", "13", "both"), default="both")
     parser.add_argument("--base", default="", help="an image to build and run on (default: a Debian made here)")
+    parser.add_argument("--runtime-base", default="", help="an image for the stages without a compiler (default: the one of --base)")
     parser.add_argument("--torch", default="2.13.0+cpu", help="torch in the images (default 2.13.0+cpu)")
+    parser.add_argument("--torch-index", default="", help="an index for torch beside the usual one")
     parser.add_argument("--wheels", type=Path, default=Path("/opt/wheels"), help="folder of wheels for the base made here, when it exists")
     parser.add_argument("--variants", default=VARIANTS, help="kernels to compile; '' for all")
     parser.add_argument("--engine", choices=("", "docker", "podman"), default="", help="the first that works when not given")
@@ -91,7 +93,8 @@ def _one_image(found: Engine, options: argparse.Namespace, what: tuple[str, str,
     cuda, base, context = what
     log = options.work / f"cuda{cuda}.log"
     log.unlink(missing_ok=True)
-    arguments = {"BASE_IMAGE": base, "RUNTIME_IMAGE": base, "CUDA": cuda, "TORCH": options.torch, "VARIANTS": options.variants}
+    arguments = {"BASE_IMAGE": base, "RUNTIME_IMAGE": options.runtime_base or base, "CUDA": cuda}
+    arguments |= {"TORCH": options.torch, "TORCH_INDEX": options.torch_index, "VARIANTS": options.variants}
     facts: dict[str, Any] = {"cuda": cuda, "torch": options.torch, "build_s": {}, "bytes": {}, "ids": {}}
     for target in ("build", "wheel-test", "runtime", *(["dev"] if options.dev else [])):
         image = f"magi-attention-{target}:cu{cuda}"

@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 
 SUITE = "bookworm"
+# Where a mirror is a copy of some day, lists of a suite that changes daily have expired; signatures are checked all the same.
+APT_SETTINGS = ("Acquire::Check-Valid-Until ", "Acquire::Check-Date ")
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
@@ -48,9 +50,12 @@ def debian_root(work: Path) -> Path:
 
 
 def give_packages(root: Path, wheels: Path | None) -> None:
-    """How pip of the image reaches packages: the certificates of this machine, and a folder of wheels that goes before every index."""
+    """How the image reaches packages: this machine's certificates and its patience with an old mirror, and a folder of wheels."""
     if CERTIFICATES.is_file():
         shutil.copy2(CERTIFICATES, root / str(CERTIFICATES).lstrip("/"))
+    dumped = subprocess.run(["apt-config", "dump", "Acquire"], capture_output=True, text=True, check=False).stdout
+    kept = [line for line in dumped.splitlines() if line.startswith(APT_SETTINGS)]
+    (root / "etc" / "apt" / "apt.conf.d" / "90-of-the-machine").write_text("".join(f"{line}\n" for line in kept))
     lines = ["[global]", f"cert = {CERTIFICATES}"]
     folder = root / "opt" / "wheels"
     shutil.rmtree(folder, ignore_errors=True)

@@ -90,7 +90,8 @@ def test_files_of_the_recipe_are_there() -> None:
     text = (RECIPE / "recipe.yaml").read_text()
     for name in ("build.sh", "test_library.py"):
         assert name in text and (RECIPE / name).is_file()
-    assert "license_file: LICENSE" in text and (ROOT / "LICENSE").is_file()
+    for name in ("LICENSE", "licenses/NVIDIA-CUDA-runtime.md"):
+        assert f"- {name}\n" in text and (ROOT / name).is_file()
 
 
 def test_build_script_refuses_an_output_it_does_not_know(tmp_path: Path) -> None:

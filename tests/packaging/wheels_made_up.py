@@ -25,7 +25,7 @@ Version: of the text below the headers stays as it is.
 
 def library(folder: Path, source: str = 'extern "C" int magi_one() { return 1; }', *flags: str) -> bytes:
     target = folder / "made.so"
-    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(target), *flags]
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-x", "none", "-o", str(target), *flags]
     subprocess.run(command, input=source, text=True, check=True)
     return target.read_bytes()
 

@@ -30,8 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--cache", type=Path, default=ROOT / "build" / "matrix", help="environments with torch, shared with ci/run_matrix.py"
     )
     parser.add_argument("--wheel-variants", default="forward:bf16:128:0,backward:bf16:128:0", help="kernels to compile; '' for all")
-    parser.add_argument("--cuda12-home", type=Path, help="a CUDA 12 toolkit; made by ci/cuda12.sh when not given")
-    parser.add_argument("--cuda13-home", type=Path, default=Path("/usr/local/cuda"), help="a CUDA 13 toolkit (default /usr/local/cuda)")
+    parser.add_argument("--cuda12-home", type=Path, help="a CUDA 12 toolkit (default: CUDA12_HOME, /usr/local/cuda-12*, else ci/cuda12.sh)")
+    parser.add_argument("--cuda13-home", type=Path, help="a CUDA 13 toolkit (default: CUDA13_HOME, /usr/local/cuda-13*, /usr/local/cuda)")
     parser.add_argument("--pythons", type=lambda text: text.split(","), default=[], help="only these, like 3.10,3.12")
     parser.add_argument("--all", action="store_true", help="every torch of ci/matrix.yaml on each of its Pythons")
     parser.add_argument("--result", type=Path, help="where the record goes (default WORK/result.json)")

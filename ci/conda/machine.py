@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernel_build.toolchain import find_toolchain
 from matrix.environments import Environments, find_python
 
 from conda import stand_ins as stand_ins_module
@@ -27,16 +29,28 @@ class Toolkits:
 
     @classmethod
     def find(cls, options: argparse.Namespace, root: Path) -> Toolkits:
-        """The folders given; a CUDA 12 that is not given is put together by ci/cuda12.sh."""
-        cuda12 = options.cuda12_home
-        if cuda12 is None:
-            cuda12 = root / "build" / "cuda12"
-            subprocess.run(["bash", str(root / "ci" / "cuda12.sh"), str(cuda12)], check=True)
-        homes = {"12": cuda12.resolve(), "13": options.cuda13_home.resolve()}
+        """The folders given or of CUDA12_HOME and CUDA13_HOME, else those of /usr/local; CUDA 12 is put together where there is none."""
+        homes = {"12": options.cuda12_home or _home("12"), "13": options.cuda13_home or _home("13")}
+        if homes["12"] is None:
+            homes["12"] = root / "build" / "cuda12"
+            subprocess.run(["bash", str(root / "ci" / "cuda12.sh"), str(homes["12"])], check=True)
         for major, home in homes.items():
-            if not (home / "bin" / "nvcc").is_file():
-                raise PlanError(f"{home} has no bin/nvcc of CUDA {major}; name a toolkit with --cuda{major}-home")
-        return cls(homes)
+            if home is None or not (home / "bin" / "nvcc").is_file():
+                place = f"{home} has no bin/nvcc" if home else "/usr/local has no toolkit"
+                raise PlanError(f"{place} of CUDA {major}; name one with --cuda{major}-home")
+        return cls({major: home.resolve() for major, home in homes.items() if home is not None})
+
+
+def _home(major: str) -> Path | None:
+    """Where a toolkit of that major is. /usr/local/cuda may be of any."""
+    named = os.environ.get(f"CUDA{major}_HOME")
+    if named:
+        return Path(named)
+    for place in (*sorted(Path("/usr/local").glob(f"cuda-{major}*"), reverse=True), Path("/usr/local/cuda")):
+        found = find_toolchain([place / "bin" / "nvcc"])[0]
+        if found is not None and str(found.major) == major:
+            return place
+    return None
 
 
 def version(root: Path) -> str:

@@ -11,11 +11,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch_args import CPU_INDEX, answers
+
 from images.base import BaseError, debian_root, give_packages
 from images.checks import check_image
 from images.engine import Engine, EngineError, engine
 
 ROOT = Path(__file__).resolve().parents[2]
+PULLED_BASE = "debian:bookworm"
+PULL_TIMEOUT_S = 600
 LOCAL_BASE = "magi-attention-base:local"
 VARIANTS = "forward:bf16:128:0,backward:bf16:128:0"
 
@@ -24,10 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bash ci/images.sh", description="Build docker/Dockerfile here, run the images, check them.")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "images", help="folder for all this makes (default build/images)")
     parser.add_argument("--cuda", choices=("12", "13", "both"), default="both")
-    parser.add_argument("--base", default="", help="an image to build and run on (default: a Debian made here)")
+    parser.add_argument("--base", default="", help="an image to build and run on (default: a Debian made here, or debian:bookworm)")
     parser.add_argument("--runtime-base", default="", help="an image for the stages without a compiler (default: the one of --base)")
     parser.add_argument("--torch", default="2.13.0+cpu", help="torch in the images (default 2.13.0+cpu)")
-    parser.add_argument("--torch-index", default="", help="an index for torch beside the usual one")
+    parser.add_argument(
+        "--torch-index", default="", help="an index for torch beside the usual one (default: PyTorch's, for a CPU build, if it answers)"
+    )
     parser.add_argument("--wheels", type=Path, default=Path("/opt/wheels"), help="folder of wheels for the base made here, when it exists")
     parser.add_argument("--variants", default=VARIANTS, help="kernels to compile; '' for all")
     parser.add_argument("--engine", choices=("", "docker", "podman"), default="", help="the first that works when not given")
@@ -35,10 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keep", action="store_true", help="leave the images in an engine that was there before")
     parser.add_argument("--result", type=Path, help="where the record goes (default WORK/result.json)")
     options = parser.parse_args(arguments)
+    if not options.torch_index and options.torch.endswith("+cpu") and answers(CPU_INDEX):
+        options.torch_index = CPU_INDEX
     options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    record: dict[str, Any] = {"name": "images", "status": "passed", "reason": "", "base": options.base or "Debian made here", "images": []}
+    record: dict[str, Any] = {"name": "images", "status": "passed", "reason": "", "base": options.base, "images": []}
     try:
         with engine(options.work, options.engine) as found:
             record["engine"] = found.must("version", "--format", "{{.Server.Version}}") if found.name == "docker" else found.name
@@ -66,14 +74,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(found: Engine, options: argparse.Namespace, record: dict[str, Any]) -> None:
     made: list[str] = []
-    base = options.base or LOCAL_BASE
+    base = options.base
     context = options.work / "context"
     try:
         if not options.base:
-            root = debian_root(options.work)
-            give_packages(root, options.wheels if options.wheels.is_dir() else None)
-            found.import_root(root, LOCAL_BASE)
-            made.append(LOCAL_BASE)
+            base = _make_base(found, options)
+            made.append(base)
+        record["base"] = base
         _make_context(context)
         for cuda in ("12", "13") if options.cuda == "both" else (options.cuda,):
             record["images"].append(_one_image(found, options, (cuda, base, context), made))
@@ -81,6 +88,20 @@ def _run(found: Engine, options: argparse.Namespace, record: dict[str, Any]) -> 
         shutil.rmtree(context, ignore_errors=True)
         if made and not options.keep:
             found.call("image", "rm", "--force", *made)
+
+
+def _make_base(found: Engine, options: argparse.Namespace) -> str:
+    """A Debian: made here where that is possible, else of the engine's registry."""
+    try:
+        root = debian_root(options.work)
+    except BaseError as reason:
+        pulled = found.call("pull", PULLED_BASE, timeout_s=PULL_TIMEOUT_S)
+        if pulled.code:
+            raise BaseError(f"{reason}; and {PULLED_BASE} cannot be pulled: {pulled.last_line}") from None
+        return PULLED_BASE
+    give_packages(root, options.wheels if options.wheels.is_dir() else None)
+    found.import_root(root, LOCAL_BASE)
+    return LOCAL_BASE
 
 
 def _make_context(context: Path) -> None:

@@ -1,5 +1,4 @@
 // Plan operations: arrays in, arrays out. Marshalling only.
-#include <numeric>
 #include <string>
 
 #include "base/slice.h"
@@ -7,6 +6,7 @@
 #include "bindings/ops.h"
 
 #include "solver/exchange.h"
+#include "solver/fitted_tiles.h"
 #include "solver/hierarchy.h"
 #include "solver/local_slices.h"
 #include "solver/rebuild.h"
@@ -70,18 +70,20 @@ void op_work_list(const Arrays& inputs, Arrays& outputs) {
     outputs.set("pieces", flatten(list.pieces));
 }
 
-// slices int32 [N, 6], num_rows, tile_rows, block_cols, transposed (0 or 1) -> packed int32 (PackedTileWork), costs int32 [num_tiles],
-// layout int64: num_tiles, num_rows, offset_order, offset_segment_offsets, offset_segments, offset_pieces, num_segments, num_pieces,
-// total_cost.
+// slices int32 [N, 6], num_rows, tile_rows, block_cols, transposed (0 or 1), fitted (0 or 1) -> packed int32 (PackedTileWork), costs int32
+// [num_tiles], layout int64: num_tiles, offset_order, offset_segment_offsets, offset_cuts (-1 without cuts), offset_segments,
+// offset_pieces, num_segments, num_pieces.
 void op_tile_work(const Arrays& inputs, Arrays& outputs) {
     const int64_t num_rows = inputs.scalar("num_rows");
     const TileShape shape{inputs.scalar("tile_rows"), inputs.scalar("block_cols")};
-    TileWork work = build_tile_work(inputs.view<Slice>("slices"), num_rows, shape, inputs.scalar("transposed") != 0);
+    const auto slices = inputs.view<Slice>("slices");
+    const bool is_transposed = inputs.scalar("transposed") != 0, is_fitted = inputs.scalar("fitted") != 0;
+    TileWork work =
+        is_fitted ? build_fitted_work(slices, num_rows, shape, is_transposed) : build_tile_work(slices, num_rows, shape, is_transposed);
     PackedTileWork packed = pack(work);
     const auto num_segments = static_cast<int64_t>(work.segments.size()), num_pieces = static_cast<int64_t>(work.pieces.size());
-    outputs.set("layout", std::vector<int64_t>{static_cast<int64_t>(work.order.size()), num_rows, packed.offset_order,
-                                               packed.offset_segment_offsets, packed.offset_segments, packed.offset_pieces, num_segments,
-                                               num_pieces, std::accumulate(work.costs.begin(), work.costs.end(), int64_t{0})});
+    outputs.set("layout", std::vector<int64_t>{static_cast<int64_t>(work.order.size()), packed.offset_order, packed.offset_segment_offsets,
+                                               packed.offset_cuts, packed.offset_segments, packed.offset_pieces, num_segments, num_pieces});
     outputs.set("packed", std::move(packed.values));
     outputs.set("costs", std::move(work.costs));
 }

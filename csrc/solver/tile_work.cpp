@@ -11,6 +11,7 @@
 
 #include "base/arrays.h"
 #include "base/tile_cost.h"
+#include "solver/tile_rows.h"
 #include "solver/work_list.h"
 
 namespace magi {
@@ -36,30 +37,43 @@ class TileBuilder {
 public:
     TileBuilder(TileWork& work, int64_t block_cols) : work_(work), block_cols_(static_cast<int32_t>(block_cols)) {}
 
-    // pieces: tight, by ascending k_start; num_rows: rows of the tile that exist.
+    // pieces: tight, by ascending k_start; num_rows: rows that the tile has.
     void add_tile(std::span<const Slice> pieces, int32_t num_rows) {
         interior_segments_.clear();
-        num_interior_blocks_ = num_edge_blocks_ = 0;
-        for (size_t begin = 0; begin < pieces.size();) {
-            int32_t run_end = pieces[begin].k_end;
-            size_t end = begin + 1;
-            for (; end < pieces.size() && pieces[end].k_start <= run_end; ++end) run_end = std::max(run_end, pieces[end].k_end);
-            add_run(pieces.subspan(begin, end - begin), run_end, num_rows);
-            begin = end;
-        }
+        const int32_t cost = visit_runs(pieces, num_rows, [&](std::span<const Slice> run) { add_run(run); });
         work_.segments.insert(work_.segments.end(), interior_segments_.begin(), interior_segments_.end());
         if (static_cast<int64_t>(work_.segments.size()) > kLargest / 4 || static_cast<int64_t>(work_.pieces.size()) > kLargest / 6)
             throw InputError("slices: the work list has more than 2^31 numbers; take larger tiles or fewer slices");
         work_.segment_offsets.push_back(static_cast<int32_t>(work_.segments.size()));
-        work_.costs.push_back(tile_cost(num_interior_blocks_, num_edge_blocks_));
+        work_.costs.push_back(cost);
+    }
+
+    // The same tile, only measured.
+    int32_t cost_of(std::span<const Slice> pieces, int32_t num_rows) {
+        return visit_runs(pieces, num_rows, [](std::span<const Slice>) {});
     }
 
 private:
-    void add_run(std::span<const Slice> pieces, int32_t run_end, int32_t num_rows) {
-        run_begin_ = pieces[0].k_start;
-        run_end_ = run_end;
-        const int32_t num_blocks = (run_end - run_begin_ - 1) / block_cols_ + 1;
-        find_interior(pieces, num_rows);
+    // Calls add(pieces of a run) with the run and its interior blocks in the members; returns what the tile costs.
+    template <class Add>
+    int32_t visit_runs(std::span<const Slice> pieces, int32_t num_rows, Add add) {
+        int64_t num_interior = 0, num_blocks = 0;
+        for (size_t begin = 0; begin < pieces.size();) {
+            run_begin_ = pieces[begin].k_start;
+            run_end_ = pieces[begin].k_end;
+            size_t end = begin + 1;
+            for (; end < pieces.size() && pieces[end].k_start <= run_end_; ++end) run_end_ = std::max(run_end_, pieces[end].k_end);
+            const std::span<const Slice> run = pieces.subspan(begin, end - begin);
+            find_interior(run, num_rows);
+            for (const Blocks& inside : interior_) num_interior += inside.end - inside.begin;
+            num_blocks += num_run_blocks();
+            add(run);
+            begin = end;
+        }
+        return tile_cost(num_interior, num_blocks - num_interior);
+    }
+
+    void add_run(std::span<const Slice> pieces) {
         find_cuts(pieces);
         next_piece_ = next_cut_ = 0;
         active_.clear();
@@ -67,10 +81,9 @@ private:
         for (const Blocks& inside : interior_) {
             add_edges(pieces, {block, inside.begin});
             interior_segments_.push_back({column(inside.begin), column(inside.end), 0, 0});
-            num_interior_blocks_ += inside.end - inside.begin;
             block = inside.end;
         }
-        add_edges(pieces, {block, num_blocks});
+        add_edges(pieces, {block, num_run_blocks()});
     }
 
     // Blocks whose columns are all seen by every row. No cell is covered twice, so rows can be summed.
@@ -99,6 +112,7 @@ private:
         }
     }
 
+    int32_t num_run_blocks() const { return (run_end_ - run_begin_ - 1) / block_cols_ + 1; }
     int32_t first_block(const Slice& piece) const { return (piece.k_start - run_begin_) / block_cols_; }
     int32_t end_block(const Slice& piece) const { return (piece.k_end - 1 - run_begin_) / block_cols_ + 1; }
     int32_t column(int32_t block) const { return run_begin_ + block * block_cols_; }
@@ -115,7 +129,6 @@ private:
     }
 
     void add_edges(std::span<const Slice> pieces, Blocks blocks) {
-        num_edge_blocks_ += blocks.end - blocks.begin;
         while (blocks.begin < blocks.end) {
             while (cuts_[next_cut_] <= blocks.begin) ++next_cut_;  // the last cut is the end of the run
             const int32_t end = std::min(cuts_[next_cut_], blocks.end);
@@ -138,7 +151,6 @@ private:
     TileWork& work_;
     const int32_t block_cols_;
     int32_t run_begin_ = 0, run_end_ = 0;
-    int64_t num_interior_blocks_ = 0, num_edge_blocks_ = 0;
     std::vector<TileSegment> interior_segments_;
     std::vector<Blocks> interior_;
     std::vector<std::pair<int32_t, int32_t>> events_;  // column, rows that begin or end to see it
@@ -149,29 +161,27 @@ private:
 
 }  // namespace
 
-TileWork build_tile_work(std::span<const Slice> slices, int64_t num_rows, TileShape shape, bool is_transposed) {
+void check_sizes(int64_t num_rows, TileShape shape) {
     check_size("num_rows", num_rows, 0);
     check_size("tile_rows", shape.tile_rows, 1);
     check_size("block_cols", shape.block_cols, 1);
-    std::vector<Slice> transposed;
-    if (is_transposed) {
-        transposed.reserve(slices.size());
-        for (const Slice& slice : slices) transposed.push_back(transpose(slice));
-        slices = transposed;
-    }
-    const WorkList list = build_work_list(slices, num_rows, shape.tile_rows);
-    const size_t num_tiles = list.tile_offsets.size() - 1;
+}
+
+TileWork build_tile_work(std::span<const Slice> slices, int64_t num_rows, TileShape shape, bool is_transposed,
+                         std::span<const int32_t> cuts) {
+    check_sizes(num_rows, shape);
+    std::vector<Slice> mirrored;
+    if (is_transposed) slices = mirrored = transposed(slices);
+    const TileRows rows(num_rows, shape.tile_rows, cuts);
+    const WorkList list = build_work_list(slices, rows);
+    const auto num_tiles = static_cast<size_t>(rows.num_tiles());
     TileWork work;
+    work.cuts.assign(cuts.begin(), cuts.end());
     work.segment_offsets.reserve(num_tiles + 1);
     work.segment_offsets.push_back(0);
     work.costs.reserve(num_tiles);
     TileBuilder builder(work, shape.block_cols);
-    const std::span<const Slice> pieces(list.pieces);
-    for (size_t tile = 0; tile < num_tiles; ++tile) {
-        const auto begin = static_cast<size_t>(list.tile_offsets[tile]), end = static_cast<size_t>(list.tile_offsets[tile + 1]);
-        const int64_t first_row = static_cast<int64_t>(tile) * shape.tile_rows;
-        builder.add_tile(pieces.subspan(begin, end - begin), static_cast<int32_t>(std::min(shape.tile_rows, num_rows - first_row)));
-    }
+    for (int64_t tile = 0; tile < rows.num_tiles(); ++tile) builder.add_tile(list.pieces_of(tile), rows.end(tile) - rows.begin(tile));
     work.order.resize(num_tiles);
     std::iota(work.order.begin(), work.order.end(), 0);
     std::stable_sort(work.order.begin(), work.order.end(),
@@ -179,12 +189,37 @@ TileWork build_tile_work(std::span<const Slice> slices, int64_t num_rows, TileSh
     return work;
 }
 
+std::vector<Slice> transposed(std::span<const Slice> slices) {
+    std::vector<Slice> mirrored;
+    mirrored.reserve(slices.size());
+    for (const Slice& slice : slices) mirrored.push_back(transpose(slice));
+    return mirrored;
+}
+
+int64_t uniform_cost(std::span<const Slice> slices, int64_t num_rows, TileShape shape) {
+    check_sizes(num_rows, shape);
+    const TileRows rows(num_rows, shape.tile_rows);
+    const WorkList list = build_work_list(slices, rows);
+    TileWork unused;
+    TileBuilder builder(unused, shape.block_cols);
+    int64_t sum = 0;
+    for (int64_t tile = 0; tile < rows.num_tiles(); ++tile) sum += builder.cost_of(list.pieces_of(tile), rows.end(tile) - rows.begin(tile));
+    return sum;
+}
+
+int64_t total_cost(const TileWork& work) { return std::accumulate(work.costs.begin(), work.costs.end(), int64_t{0}); }
+
 PackedTileWork pack(const TileWork& work) {
     const auto num_tiles = static_cast<int64_t>(work.order.size());
     PackedTileWork packed;
     packed.offset_order = kHeader;
     packed.offset_segment_offsets = packed.offset_order + num_tiles;
-    packed.offset_segments = (packed.offset_segment_offsets + num_tiles + 1 + 3) / 4 * 4;
+    int64_t end = packed.offset_segment_offsets + num_tiles + 1;
+    if (!work.cuts.empty()) {
+        packed.offset_cuts = end;
+        end += num_tiles + 1;
+    }
+    packed.offset_segments = (end + 3) / 4 * 4;
     packed.offset_pieces = packed.offset_segments + 4 * static_cast<int64_t>(work.segments.size());
     const int64_t size = packed.offset_pieces + 6 * static_cast<int64_t>(work.pieces.size());
     if (size > kLargest)
@@ -198,6 +233,7 @@ PackedTileWork pack(const TileWork& work) {
     };
     put(packed.offset_order, work.order);
     put(packed.offset_segment_offsets, work.segment_offsets);
+    put(packed.offset_cuts, work.cuts);
     put(packed.offset_segments, work.segments);
     put(packed.offset_pieces, work.pieces);
     return packed;

@@ -22,22 +22,36 @@ struct TileWork {
     std::vector<TileSegment> segments;
     std::vector<Slice> pieces;   // WorkPiece: rows of the tile are the queries of the slice
     std::vector<int32_t> costs;  // [num_tiles], see base/tile_cost.h
+    std::vector<int32_t> cuts;   // [num_tiles + 1] first row of each tile, then num_rows; empty: tile t begins at row t * tile_rows
 };
 
 struct TileShape {
     int64_t tile_rows, block_cols;
 };
 
+// Throws InputError for sizes out of range.
+void check_sizes(int64_t num_rows, TileShape shape);
+
 // Rows are queries; with is_transposed rows are keys (the backward pass). Time and memory follow the records of the result.
-// Throws InputError when a size is out of range or the list does not fit 32-bit offsets.
-TileWork build_tile_work(std::span<const Slice> slices, int64_t num_rows, TileShape shape, bool is_transposed);
+// cuts as TileWork has them; fitted_tiles.h makes some. Throws InputError when a size is out of range, cuts are no tiles of so many rows,
+// or the list does not fit 32-bit offsets.
+TileWork build_tile_work(std::span<const Slice> slices, int64_t num_rows, TileShape shape, bool is_transposed,
+                         std::span<const int32_t> cuts = {});
+
+std::vector<Slice> transposed(std::span<const Slice> slices);
+
+int64_t total_cost(const TileWork& work);
+
+// total_cost of the list without cuts, in less time. Rows are queries.
+int64_t uniform_cost(std::span<const Slice> slices, int64_t num_rows, TileShape shape);
 
 // The list as one int32 array, so that it is uploaded by one copy.
 //   [0] 0: complete (a list built on a device writes its status here)   [1] num_segments   [2] num_pieces   [3] 0
-// then order, segment_offsets, segments (aligned to 4), pieces at the given places.
+// then order, segment_offsets, cuts (where there are any), segments (aligned to 4), pieces at the given places.
 struct PackedTileWork {
+    static constexpr int64_t kNoCuts = -1;
     std::vector<int32_t> values;
-    int64_t offset_order = 0, offset_segment_offsets = 0, offset_segments = 0, offset_pieces = 0;
+    int64_t offset_order = 0, offset_segment_offsets = 0, offset_cuts = kNoCuts, offset_segments = 0, offset_pieces = 0;
 };
 
 PackedTileWork pack(const TileWork& work);

@@ -19,11 +19,11 @@ struct TileSpan {
     int64_t first_tile = 0, end_tile = 0;
 };
 
-std::vector<TileSpan> span_tiles(std::span<const Slice> slices, int64_t total_q, int64_t tile_m) {
+std::vector<TileSpan> span_tiles(std::span<const Slice> slices, const TileRows& rows) {
     std::vector<TileSpan> spans;
     for (const Slice& s : slices) {
-        Slice inside = clip(s, 0, static_cast<int32_t>(total_q), s.k_start, s.k_end);
-        if (tighten(inside)) spans.push_back({inside, inside.q_start / tile_m, (inside.q_end - 1) / tile_m + 1});
+        Slice inside = clip(s, 0, static_cast<int32_t>(rows.num_rows()), s.k_start, s.k_end);
+        if (tighten(inside)) spans.push_back({inside, rows.tile_of(inside.q_start), rows.tile_of(inside.q_end - 1) + 1});
     }
     return spans;
 }
@@ -34,14 +34,18 @@ WorkList build_work_list(std::span<const Slice> slices, int64_t total_q, int64_t
     if (tile_m < 1) throw InputError("tile_m=" + std::to_string(tile_m) + " must be at least 1");
     if (total_q < 0 || total_q > kMaxTokens)
         throw InputError("total_q=" + std::to_string(total_q) + " must be from 0 to " + std::to_string(kMaxTokens));
-    const std::vector<TileSpan> spans = span_tiles(slices, total_q, tile_m);
+    return build_work_list(slices, TileRows(total_q, tile_m));
+}
+
+WorkList build_work_list(std::span<const Slice> slices, const TileRows& rows) {
+    const std::vector<TileSpan> spans = span_tiles(slices, rows);
     int64_t num_pieces = 0;
     for (const TileSpan& span : spans) num_pieces += span.end_tile - span.first_tile;
     if (num_pieces > std::numeric_limits<int32_t>::max() / 6)
-        throw InputError("tiles of " + std::to_string(tile_m) + " rows cut the slices in " + std::to_string(num_pieces) +
+        throw InputError("tiles of " + std::to_string(rows.tile_rows()) + " rows cut the slices in " + std::to_string(num_pieces) +
                          " pieces; take larger tiles");
 
-    const auto num_tiles = static_cast<size_t>((total_q + tile_m - 1) / tile_m);
+    const auto num_tiles = static_cast<size_t>(rows.num_tiles());
     WorkList list;
     list.tile_offsets.assign(num_tiles + 1, 0);
     for (const TileSpan& span : spans)
@@ -52,17 +56,19 @@ WorkList build_work_list(std::span<const Slice> slices, int64_t total_q, int64_t
     std::vector<int32_t> next(list.tile_offsets.begin(), list.tile_offsets.end());
     for (const TileSpan& span : spans) {
         for (int64_t tile = span.first_tile; tile < span.end_tile; ++tile) {
-            const auto first = static_cast<int32_t>(tile * tile_m);
-            const auto end = static_cast<int32_t>(std::min(tile * tile_m + tile_m, total_q));
-            Slice piece = clip(span.slice, first, end, span.slice.k_start, span.slice.k_end);
+            Slice piece = clip(span.slice, rows.begin(tile), rows.end(tile), span.slice.k_start, span.slice.k_end);
             tighten(piece);
             list.pieces[static_cast<size_t>(next[static_cast<size_t>(tile)]++)] = piece;
         }
     }
-    for (size_t tile = 0; tile < num_tiles; ++tile)
-        std::stable_sort(
-            list.pieces.begin() + list.tile_offsets[tile], list.pieces.begin() + list.tile_offsets[tile + 1],
-            [](const Slice& a, const Slice& b) { return std::tie(a.k_start, a.q_start, a.lo) < std::tie(b.k_start, b.q_start, b.lo); });
+    const auto is_before = [](const Slice& a, const Slice& b) {
+        return std::tie(a.k_start, a.q_start, a.lo) < std::tie(b.k_start, b.q_start, b.lo);
+    };
+    for (size_t tile = 0; tile < num_tiles; ++tile) {
+        const auto begin = list.pieces.begin() + list.tile_offsets[tile], end = list.pieces.begin() + list.tile_offsets[tile + 1];
+        // Most are in order, and a stable sort allocates.
+        if (!std::is_sorted(begin, end, is_before)) std::stable_sort(begin, end, is_before);
+    }
     return list;
 }
 

@@ -26,14 +26,26 @@ class DeviceWork:
 
     __slots__ = ("array", "packed", "status")
 
-    def __init__(self, array: DeviceArray, offsets: tuple[int, int, int, int], sizes: tuple[int, int, int, int], status: int = 0) -> None:
-        """offsets of order, segment_offsets, segments and pieces, in int32 elements of the array; sizes as a Work has them."""
+    def __init__(
+        self,
+        array: DeviceArray,
+        offsets: tuple[int, int, int, int],
+        sizes: tuple[int, int, int, int],
+        status: int = 0,
+        *,
+        offset_cuts: int = -1,
+    ) -> None:
+        """Offsets of order, segment_offsets, segments and pieces, and of cuts where there are any, count int32 elements of the array.
+
+        sizes are those of a Work.
+        """
         start = array.tensor.data_ptr()
         self.array = array
         self.status = status
         order, segment_offsets, segments, pieces = offsets
-        addresses = (start + 4 * order, start + 4 * segment_offsets, start + 4 * segments, start + 4 * pieces, 0)
-        self.packed = ffa_library.WORK.pack(*addresses, *sizes)
+        addresses = (start + 4 * order, start + 4 * segment_offsets, start + 4 * segments, start + 4 * pieces)
+        cuts = start + 4 * offset_cuts if offset_cuts >= 0 else 0
+        self.packed = ffa_library.WORK.pack(*addresses, cuts, *sizes)
 
     @property
     def record(self) -> ffa_library.Work:
@@ -80,10 +92,10 @@ _WIDE_COST = 0.965  # of a column in a wide block; measured on an H200 with mask
 
 def _cheaper(mask: WorkList, narrow: tuple[int, int], wide: tuple[int, int]) -> tuple[tuple[int, int], TileWork]:
     """Wide blocks read less again from shared memory, narrow ones waste less at edges. Lists made on a GPU are always narrow."""
-    narrow_list = tile_work(mask.slices, mask.total_q, *narrow, transposed=False)
+    narrow_list = tile_work(mask.slices, mask.total_q, *narrow, transposed=False, fitted=True)
     if not wide[1]:
         return narrow, narrow_list
-    wide_list = tile_work(mask.slices, mask.total_q, *wide, transposed=False)
+    wide_list = tile_work(mask.slices, mask.total_q, *wide, transposed=False, fitted=True)
     is_wide = wide_list.total_cost * wide[1] * _WIDE_COST < narrow_list.total_cost * narrow[1]
     return (wide, wide_list) if is_wide else (narrow, narrow_list)
 
@@ -92,7 +104,9 @@ def _planned(mask: Mask, tile: tuple[int, int], is_transposed: bool, device: tor
     """The list on the device; `host` is the planner's where it is made already."""
     if isinstance(mask, DeviceMask):
         return DeviceWork(*plan_on_device(mask, tile, is_transposed=is_transposed))
-    host = host or tile_work(mask.slices, mask.total_k if is_transposed else mask.total_q, *tile, transposed=is_transposed)
+    if host is None:
+        num_rows = mask.total_k if is_transposed else mask.total_q
+        host = tile_work(mask.slices, num_rows, *tile, transposed=is_transposed, fitted=True)
     array = uploaded(host.packed, device, f"the {'backward' if is_transposed else 'forward'} work list of this mask")
     offsets = (host.offset_order, host.offset_segment_offsets, host.offset_segments, host.offset_pieces)
-    return DeviceWork(array, offsets, (host.num_tiles, host.num_rows, *tile))
+    return DeviceWork(array, offsets, (host.num_tiles, host.num_rows, *tile), offset_cuts=host.offset_cuts)

@@ -25,10 +25,11 @@ class TileWork:
 
     Attributes:
         packed: int32, the whole list; offsets below count its elements.
-        num_tiles: ceil(num_rows / tile_rows).
-        num_rows: rows that exist; the last tile may be short.
+        num_tiles: ceil(num_rows / tile_rows), or more where tiles are fitted.
+        num_rows: rows that exist.
         offset_order: of int32 [num_tiles], tile ids by falling cost, ties by id, tiles without work last.
         offset_segment_offsets: of int32 [num_tiles + 1].
+        offset_cuts: of int32 [num_tiles + 1], see `cuts`; -1 where the list has none: tile t begins at row t * tile_rows.
         offset_segments: of int32 [num_segments, 4] (col_begin, col_end, piece_begin, piece_end); a multiple of 4.
         offset_pieces: of int32 [num_pieces, 6] (row_begin, row_end, col_begin, col_end, lo, hi).
         tile_rows, block_cols: what the list was made for.
@@ -40,6 +41,7 @@ class TileWork:
     num_rows: int
     offset_order: int
     offset_segment_offsets: int
+    offset_cuts: int
     offset_segments: int
     offset_pieces: int
     num_segments: int
@@ -59,6 +61,13 @@ class TileWork:
         return self.packed[self.offset_segment_offsets :][: self.num_tiles + 1]
 
     @property
+    def cuts(self) -> Int32Array:
+        """int32 [num_tiles + 1], the first row of each tile, then num_rows; a view where they are part of the list."""
+        if self.offset_cuts >= 0:
+            return self.packed[self.offset_cuts :][: self.num_tiles + 1]
+        return np.minimum(np.arange(self.num_tiles + 1, dtype=np.int64) * self.tile_rows, self.num_rows).astype(np.int32)
+
+    @property
     def segments(self) -> Int32Array:
         """int32 [num_segments, 4], a view."""
         return self.packed[self.offset_segments :][: 4 * self.num_segments].reshape(-1, 4)
@@ -74,7 +83,9 @@ class TileWork:
         return int(self.costs.sum(dtype=np.int64))
 
 
-def tile_work(slices: npt.ArrayLike, num_rows: int, tile_rows: int, block_cols: int, *, transposed: bool = False) -> TileWork:
+def tile_work(
+    slices: npt.ArrayLike, num_rows: int, tile_rows: int, block_cols: int, *, transposed: bool = False, fitted: bool = False
+) -> TileWork:
     """The work list of a mask for one tile shape.
 
     Args:
@@ -82,6 +93,8 @@ def tile_work(slices: npt.ArrayLike, num_rows: int, tile_rows: int, block_cols: 
         num_rows: rows of the tensor that tiles own: queries, or keys when transposed.
         tile_rows, block_cols: as the kernel states them (magi_ffa_forward_tile, magi_ffa_backward_tile).
         transposed: tiles own keys and columns are queries, as in the backward pass.
+        fitted: tiles may be shorter, so that they begin and end where documents do; only where that costs less. Takes about twice as
+            long. Lists made on a GPU are never fitted.
 
     Raises:
         InputError: slices that are not [N, 6] integers or reach outside the rows, sizes out of range, or a list too long for
@@ -90,16 +103,16 @@ def tile_work(slices: npt.ArrayLike, num_rows: int, tile_rows: int, block_cols: 
     num_rows = count("num_rows", num_rows, 0, _MAX_TOKENS)
     tile_rows, block_cols = count("tile_rows", tile_rows, 1, _MAX_TOKENS), count("block_cols", block_cols, 1, _MAX_TOKENS)
     records = _checked(slices, num_rows, transposed)
-    found = _native.run(
-        "tile_work", slices=records, num_rows=num_rows, tile_rows=tile_rows, block_cols=block_cols, transposed=int(transposed)
-    )
-    num_tiles, _, order, segment_offsets, segments, pieces, num_segments, num_pieces, _ = found["layout"].tolist()
+    sizes = {"num_rows": num_rows, "tile_rows": tile_rows, "block_cols": block_cols}
+    found = _native.run("tile_work", slices=records, **sizes, transposed=int(transposed), fitted=int(fitted))
+    num_tiles, order, segment_offsets, cuts, segments, pieces, num_segments, num_pieces = found["layout"].tolist()
     return TileWork(
         packed=found["packed"].astype(np.int32, copy=False),
         num_tiles=num_tiles,
         num_rows=num_rows,
         offset_order=order,
         offset_segment_offsets=segment_offsets,
+        offset_cuts=cuts,
         offset_segments=segments,
         offset_pieces=pieces,
         num_segments=num_segments,

@@ -27,6 +27,7 @@ class WorkArrays:
         segment_offsets: int32 [num_tiles + 1].
         segments: int32 [S, 4].
         pieces: int32 [P, 6].
+        cuts: int32 [num_tiles + 1], the first row of each tile, then num_rows; None: tile t begins at row t * tile_rows.
     """
 
     order: Int32Array
@@ -36,10 +37,19 @@ class WorkArrays:
     num_rows: int
     tile_rows: int
     block_cols: int
+    cuts: Int32Array | None = None
 
     @classmethod
     def of(cls, work: TileWork) -> WorkArrays:
-        return cls(work.order, work.segment_offsets, work.segments, work.pieces, work.num_rows, work.tile_rows, work.block_cols)
+        sizes = (work.num_rows, work.tile_rows, work.block_cols)
+        cuts = work.packed[work.offset_cuts :][: work.num_tiles + 1] if work.offset_cuts >= 0 else None
+        return cls(work.order, work.segment_offsets, work.segments, work.pieces, *sizes, cuts)
+
+    def rows_of(self, tile: int) -> range:
+        """Rows that a tile has."""
+        if self.cuts is not None:
+            return range(int(self.cuts[tile]), int(self.cuts[tile + 1]))
+        return range(tile * self.tile_rows, min((tile + 1) * self.tile_rows, self.num_rows))
 
 
 def cover_of(work: WorkArrays, num_cols: int) -> Int32Array:
@@ -51,7 +61,7 @@ def cover_of(work: WorkArrays, num_cols: int) -> Int32Array:
     _check_order(work)
     cover = np.zeros((work.num_rows, num_cols), np.int32)
     for tile in work.order.tolist():
-        rows = range(tile * work.tile_rows, min((tile + 1) * work.tile_rows, work.num_rows))
+        rows = work.rows_of(tile)
         begin, end = work.segment_offsets[tile : tile + 2].tolist()
         segments = work.segments[begin:end].tolist()
         kinds = [(piece_begin == piece_end, col_begin) for col_begin, _, piece_begin, piece_end in segments]
@@ -85,7 +95,10 @@ def num_blocks(work: WorkArrays, tile: int) -> tuple[int, int]:
 
 
 def _check_order(work: WorkArrays) -> None:
-    num_tiles = -(-work.num_rows // work.tile_rows)
+    num_tiles = -(-work.num_rows // work.tile_rows) if work.cuts is None else len(work.cuts) - 1
+    if work.cuts is not None:
+        assert work.cuts[0] == 0 and work.cuts[-1] == work.num_rows, "tiles own all rows"
+        assert all(1 <= height <= work.tile_rows for height in np.diff(work.cuts).tolist()), "no tile is empty or too high"
     assert len(work.order) == num_tiles and len(work.segment_offsets) == num_tiles + 1
     assert work.segment_offsets[0] == 0 and (np.diff(work.segment_offsets) >= 0).all()
     costs = costs_of(work)

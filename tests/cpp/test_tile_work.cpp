@@ -7,6 +7,7 @@
 
 #include "base/arrays.h"
 #include "base/tile_cost.h"
+#include "solver/tile_rows.h"
 
 using namespace magi;
 using namespace magi::test;
@@ -35,13 +36,23 @@ int count_segment(const TileWork& work, const TileSegment& segment, int32_t row,
     return count;
 }
 
-void check_cells(const std::vector<Slice>& slices, TileShape shape, bool is_transposed) {
-    const TileWork work = build_tile_work(slices, kCells, shape, is_transposed);
-    const auto num_tiles = static_cast<size_t>((kCells + shape.tile_rows - 1) / shape.tile_rows);
+std::vector<int32_t> random_cuts(Random& random, int64_t tile_rows) {
+    std::vector<int32_t> cuts{0};
+    while (cuts.back() < kCells) cuts.push_back(std::min(kCells, static_cast<int32_t>(cuts.back() + random.between(1, tile_rows))));
+    return cuts;
+}
+
+void check_cells(const std::vector<Slice>& slices, TileShape shape, bool is_transposed, const std::vector<int32_t>& cuts = {}) {
+    const TileWork work = build_tile_work(slices, kCells, shape, is_transposed, cuts);
+    const TileRows rows(kCells, shape.tile_rows, cuts);
+    const auto num_tiles = static_cast<size_t>(rows.num_tiles());
+    CHECK_EQUAL(num_tiles, cuts.empty() ? static_cast<size_t>((kCells + shape.tile_rows - 1) / shape.tile_rows) : cuts.size() - 1);
+    CHECK(work.cuts == cuts);
     CHECK_EQUAL(work.order.size(), num_tiles);
     CHECK_EQUAL(work.segment_offsets.size(), num_tiles + 1);
     for (int32_t row = 0; row < kCells; ++row) {
-        const auto tile = static_cast<size_t>(row / shape.tile_rows);
+        const auto tile = static_cast<size_t>(rows.tile_of(row));
+        CHECK(rows.begin(static_cast<int64_t>(tile)) <= row && row < rows.end(static_cast<int64_t>(tile)));
         for (int32_t col = 0; col < kCells; ++col) {
             int expected = 0, found = 0;
             for (const Slice& slice : slices) expected += is_transposed ? sees(slice, col, row) : sees(slice, row, col);
@@ -70,6 +81,20 @@ void check_causal() {
     CHECK_EQUAL(packed.values[static_cast<size_t>(packed.offset_segment_offsets) + 8], 15);
     CHECK_EQUAL(packed.values[static_cast<size_t>(packed.offset_segments)], 0);
     CHECK_EQUAL(packed.values[static_cast<size_t>(packed.offset_pieces) + 1], 128);
+}
+
+void check_packed_cuts() {
+    const std::vector<int32_t> cuts{0, 100, 200, 300, 301};
+    const TileWork work = build_tile_work(causal_documents({200, 101}), 301, {128, 64}, false, cuts);
+    // Of documents that begin with a tile: whole blocks that its first row sees, then edges.
+    CHECK_EQUAL(work.costs[1], kInteriorBlockCost + 3 * kEdgeBlockCost + kTileCost);
+    CHECK_EQUAL(work.costs[3], kInteriorBlockCost + kEdgeBlockCost + kTileCost);
+    const PackedTileWork packed = pack(work);
+    CHECK_EQUAL(packed.offset_cuts, packed.offset_segment_offsets + 5);
+    CHECK(packed.offset_segments % 4 == 0 && packed.offset_segments >= packed.offset_cuts + 5);
+    CHECK(std::equal(cuts.begin(), cuts.end(), packed.values.begin() + packed.offset_cuts));
+    CHECK_EQUAL(packed.values[static_cast<size_t>(packed.offset_segments) + 1], work.segments[0].col_end);
+    CHECK_EQUAL(pack(build_tile_work({}, 301, {128, 64}, false)).offset_cuts, PackedTileWork::kNoCuts);
 }
 
 void check_costs() {
@@ -105,12 +130,18 @@ int main() {
         const TileShape shape{random.between(1, 40), random.between(1, 24)};
         check_cells(slices, shape, false);
         check_cells(slices, shape, true);
+        check_cells(slices, shape, round % 2 == 0, random_cuts(random, shape.tile_rows));
+        CHECK_EQUAL(uniform_cost(slices, kCells, shape), total_cost(build_tile_work(slices, kCells, shape, false)));
     }
     check_causal();
+    check_packed_cuts();
     check_costs();
     check_empty();
     check_refused([] { build_tile_work({}, -1, {128, 128}, false); });
     check_refused([] { build_tile_work({}, 8, {0, 128}, false); });
     check_refused([] { build_tile_work({}, 8, {128, 0}, false); });
+    for (const std::vector<int32_t>& wrong :
+         std::vector<std::vector<int32_t>>{{0}, {0, 7}, {1, 8}, {0, 5, 8}, {0, 4, 4, 8}, {0, 4, 3, 7, 8}})
+        check_refused([&] { build_tile_work({}, 8, {4, 128}, false, wrong); });
     return report("tile_work");
 }

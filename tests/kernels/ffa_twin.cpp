@@ -59,11 +59,12 @@ template <class See>
 void walk(const Work& work, int32_t tile_rows, int32_t block_cols, See see) {
     for (int32_t slot = 0; slot < work.num_tiles; ++slot) {
         const int32_t tile = work.order[slot];
-        const int32_t row_end = std::min((tile + 1) * tile_rows, work.num_rows);
+        const int32_t row_begin = work.cuts ? work.cuts[tile] : tile * tile_rows;
+        const int32_t row_end = work.cuts ? work.cuts[tile + 1] : std::min((tile + 1) * tile_rows, work.num_rows);
         for (int32_t s = work.segment_offsets[tile]; s < work.segment_offsets[tile + 1]; ++s) {
             const WorkSegment& segment = work.segments[s];
             for (int32_t begin = segment.col_begin; begin < segment.col_end; begin += block_cols)
-                for (int32_t row = tile * tile_rows; row < row_end; ++row)
+                for (int32_t row = row_begin; row < row_end; ++row)
                     for (int32_t col = begin; col < std::min(begin + block_cols, segment.col_end); ++col) {
                         bool sees = segment.piece_begin == segment.piece_end;
                         for (int32_t p = segment.piece_begin; p < segment.piece_end; ++p) {

@@ -270,7 +270,9 @@ def test_sm_margin_leaves_one() -> None:
 def test_lists_are_made_once_and_the_backward_list_only_for_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bool] = []
     real = ffa_work.tile_work
-    monkeypatch.setattr(ffa_work, "tile_work", lambda *a, transposed: made.append(transposed) or real(*a, transposed=transposed))
+    monkeypatch.setattr(
+        ffa_work, "tile_work", lambda *a, transposed, **more: made.append(transposed) or real(*a, transposed=transposed, **more)
+    )
     plan = prepare_attention(AttnMask.from_slices([[0, 33, 0, 33, -7, 5]], 33, 33))
     x = torch.zeros(33, 1, 64, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(3):

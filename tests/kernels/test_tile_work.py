@@ -20,26 +20,26 @@ CATALOGUE = mask_catalogue()
 SHAPES = ((128, 128), (128, 64), (64, 128), (16, 8))
 
 
-def work_of(mask: AttnMask, shape: tuple[int, int], transposed: bool = False) -> TileWork:
-    return tile_work(mask.slices, mask.total_k if transposed else mask.total_q, *shape, transposed=transposed)
+def work_of(mask: AttnMask, shape: tuple[int, int], transposed: bool = False, fitted: bool = False) -> TileWork:
+    return tile_work(mask.slices, mask.total_k if transposed else mask.total_q, *shape, transposed=transposed, fitted=fitted)
 
 
-def check(mask: AttnMask, shape: tuple[int, int], transposed: bool) -> None:
-    work = work_of(mask, shape, transposed)
+def check(mask: AttnMask, shape: tuple[int, int], transposed: bool, fitted: bool = False) -> TileWork:
+    work = work_of(mask, shape, transposed, fitted)
     dense = mask.to_dense().T if transposed else mask.to_dense()
     assert np.array_equal(cover_of(WorkArrays.of(work), dense.shape[1]), dense), (mask.slices.tolist(), dense.shape)
     assert work.costs.tolist() == costs_of(WorkArrays.of(work))
     assert work.packed[:HEADER].tolist() == [0, work.num_segments, work.num_pieces, 0] and work.offset_segments % 4 == 0
     assert len(work.packed) == work.offset_pieces + 6 * work.num_pieces
     assert [num_blocks(WorkArrays.of(work), tile)[0] for tile in range(work.num_tiles)] == num_interior(mask, work, transposed)
+    return work
 
 
 def num_interior(mask: AttnMask, work: TileWork, transposed: bool) -> list[int]:
     """Of each tile: whole blocks, on the grid of their run, that all rows see, of cells from slices whose rows there all see the column."""
-    starts = np.arange(0, work.num_rows, work.tile_rows)
+    starts, heights = work.cuts[:-1].astype(int), np.diff(work.cuts)
     if not len(starts):
         return []
-    heights = np.minimum(work.tile_rows, work.num_rows - starts)
     num_cols = mask.total_q if transposed else mask.total_k
     num_full, seen = np.zeros((len(starts), num_cols), int), np.zeros((len(starts), num_cols), bool)
     for piece in mask.slices:
@@ -158,6 +158,12 @@ def test_nothing_is_a_list_of_empty_tiles(transposed: bool) -> None:
         assert work.order.tolist() == [0, 1, 2] and work.segment_offsets.tolist() == [0] * 4 and work.total_cost == 0
         assert work.segments.shape == (0, 4) and work.pieces.shape == (0, 6)
     assert tile_work([], 0, 128, 128).segment_offsets.tolist() == [0]
+
+
+def test_tiles_begin_at_multiples_of_their_rows() -> None:
+    work = tile_work([], 300, 128, 128)
+    assert work.offset_cuts == -1 and work.cuts.tolist() == [0, 128, 256, 300] and work.cuts.dtype == np.int32
+    assert tile_work([], 0, 128, 128).cuts.tolist() == [0] and tile_work([], 9, (1 << 30) - 1, 8).cuts.tolist() == [0, 9]
 
 
 def test_tiles_without_work_come_last() -> None:

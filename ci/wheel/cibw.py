@@ -16,6 +16,24 @@ PLATFORM = f"manylinux_2_28_{platform.machine()}"
 LOCAL_IMAGE = f"localhost/magi-manylinux_{platform.machine()}:local"
 # Certificates of a machine whose package index has its own; the container gets the same ones.
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+# No torch: it is large, and the libraries know none. A plan for 8 ranks runs the solver; listing the variants loads the kernels, also those
+# for the CUDA that nobody asked for.
+TRY = """
+{python} -m venv /tmp/try
+PATH=/tmp/try/bin
+pip install -q --progress-bar off numpy
+pip install -q --no-deps "/wheels/{wheel}"
+python - <<'LOAD'
+import pathlib, magi_attention
+from magi_attention._ffa_library import load
+print(magi_attention.__version__, magi_attention.build_info()["here"])
+for path in sorted(pathlib.Path(magi_attention.__file__).parent.rglob("_ffa.so")):
+    found = load(path)
+    assert found.handle is not None and found.handle.magi_ffa_variants(), found.error
+    print(path, found.handle.magi_ffa_build_info().decode())
+LOAD
+python -m magi_attention.plan --cu-seqlens 0,137,2178,2267 --ranks 8 --heads 64:8 --head-dim 128
+"""
 BUILT_WITH = "cp311"  # any Python would do: the wheel is py3-none
 
 
@@ -82,6 +100,17 @@ def build_in_container(archive: Path, homes: list[Path], variants: str, folder: 
         raise WheelError(f"cibuildwheel failed with exit code {done.returncode}, see above")
     (wheel,) = (folder / "repaired").glob("*.whl")
     return wheel
+
+
+def try_in_container(wheel: Path) -> None:
+    """Installs the wheel in the image it was built in and plans there: an old system without compiler's help, git, GPU and torch."""
+    program = engine()
+    certificates = [f"--volume={CERTIFICATES}:{CERTIFICATES}:ro", f"--env=PIP_CERT={CERTIFICATES}"] if CERTIFICATES.is_file() else []
+    command = [program, "run", "--rm", "--network=host", f"--volume={wheel.parent}:/wheels:ro", *certificates, image(program)]
+    script = TRY.format(python=f"/opt/python/{BUILT_WITH}-{BUILT_WITH}/bin/python", wheel=wheel.name)
+    done = subprocess.run([*command, "sh", "-euc", script], env=_environment(), check=False)
+    if done.returncode:
+        raise WheelError(f"{wheel.name} does not work in the image it was built in, see above")
 
 
 def _environment() -> dict[str, str]:

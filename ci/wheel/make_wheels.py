@@ -19,7 +19,7 @@ from pathlib import Path
 
 import inspect_wheel
 import yaml
-from cibw import build_in_container
+from cibw import build_in_container, try_in_container
 from index import write_index
 from label import BUILD_RECORD, Label, labelled, parse_label
 from wheel_archive import Wheel, WheelError, read_wheel, write_wheel
@@ -137,6 +137,8 @@ def make(request: Request) -> list[Path]:
         build = build_in_container if request.in_container else build_here
         fat = published(read_wheel(build(archive, homes, request.variants, folder)), request.index)
         made = [write_wheel(fat, request.out)]
+    if request.in_container:
+        try_in_container(made[0])
     for label in request.labels:
         made.append(write_wheel(labelled(fat, label, request.index), request.out / "whl" / label.name))
         write_index(request.out / "whl" / label.name)

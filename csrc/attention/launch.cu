@@ -83,6 +83,10 @@ MAGI_EXPORT int magi_ffa_forward(const magi::ForwardArgs* args, void* stream) {
 }
 
 MAGI_EXPORT int magi_ffa_backward(const magi::BackwardArgs* args, void* stream) {
+    const int32_t group = args->shape.num_heads_kv < 1 ? 0 : args->shape.num_heads_q / args->shape.num_heads_kv;
+    if (args->head_splits < 1 || (args->head_splits > 1 && (!args->accumulate_dkv || group % args->head_splits)))
+        return magi::fail("head_splits=" + std::to_string(args->head_splits) +
+                          " must be 1, or a divisor of the query heads of a key head and then dk, dv are added to");
     return magi::launch(magi::kBackward, args, stream, "backward");
 }
 

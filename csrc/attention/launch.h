@@ -58,6 +58,7 @@ struct BackwardArgs {
     void* dv;
     Dtype dkv_dtype;         // dtype of the inputs, or fp32
     int32_t accumulate_dkv;  // 1: dk, dv (fp32) are added to; 0: every row is written
+    int32_t head_splits;     // parts that the query heads of a kv head are cut in, a divisor of them; more than 1 only with accumulate_dkv
     int32_t* counter;        // one int32 of scratch, need not be initialised
 };
 

@@ -34,6 +34,11 @@ __device__ __forceinline__ void copy_8_bytes(uint32_t shared, const void* global
 }
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Adds to two neighbours in global memory, each atomically; 8-byte aligned. PTX ISA 8.1, sm_90.
+__device__ __forceinline__ void add_pair(float2* to, float2 values) {
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(values.x), "f"(values.y) : "memory");
+}
+
 // A value that all lanes of the warp hold alike, told to the compiler: what follows from it lives in uniform registers, and matrix
 // descriptors need not be moved there one by one.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }

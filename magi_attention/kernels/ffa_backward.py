@@ -13,11 +13,12 @@ from torch import Tensor
 from magi_attention.kernels import ffa_device, ffa_library
 from magi_attention.kernels.delta import softmax_delta
 from magi_attention.kernels.device_mask import poison
-from magi_attention.kernels.ffa_device import raw_stream
+from magi_attention.kernels.ffa_device import raw_stream, usable_sms
 from magi_attention.kernels.ffa_launch import DTYPE_CODE, compiled_head_dim, counter, query, shape_record
 from magi_attention.kernels.ffa_library import BackwardArgs, run_backward, stats_floats
 from magi_attention.kernels.ffa_tensors import dense, is_aligned, narrowed, readable, token_tensor
 from magi_attention.kernels.ffa_work import Mask, device_work
+from magi_attention.kernels.head_splits import head_splits
 from magi_attention.kernels.options import AttentionOptions
 
 _NO_WORK = ffa_library.Work()
@@ -54,15 +55,17 @@ def backward_fresh(
     """
     width = compiled_head_dim(rows.q, v)
     shape = (k.shape[0], k.shape[1], width)
-    dk = torch.empty(shape, dtype=dkv_dtype, device=k.device)
-    dv = torch.empty(shape, dtype=dkv_dtype, device=k.device)
-    if rows.q.shape[0] and k.shape[0]:
+    has_work = bool(rows.q.shape[0] and k.shape[0])
+    if has_work and _head_splits(rows, k, width, mask, options) == 1:
+        dk, dv = (torch.empty(shape, dtype=dkv_dtype, device=k.device) for _ in range(2))
         _add_dq(rows, k, v, mask, options, (dq, dk, dv), accumulates=False)
     else:
-        dk.zero_()
-        dv.zero_()
-        if rows.out is not None:
+        dk, dv = (torch.zeros(shape, dtype=torch.float32, device=k.device) for _ in range(2))
+        if has_work:
+            _add_dq(rows, k, v, mask, options, (dq, dk, dv), accumulates=True)
+        elif rows.out is not None:
             rows.delta.copy_(softmax_delta(rows.dout, rows.out, rows.dlse))
+        dk, dv = dk.to(dkv_dtype), dv.to(dkv_dtype)
     return narrowed(dk, k.shape[2]), narrowed(dv, v.shape[2])
 
 
@@ -77,6 +80,21 @@ def backward_into(rows: Rows, k: Tensor, v: Tensor, mask: Mask, options: Attenti
     for own, x in ((own_dk, dk), (own_dv, dv)):
         if own is not x:
             x.copy_(own[..., : x.shape[2]])
+
+
+def _head_splits(rows: Rows, k: Tensor, width: int, mask: Mask, options: AttentionOptions) -> int:
+    """See head_splits.py. Parts add to dk and dv as they come, so there is one where the caller wants the same bits every time."""
+    heads = (rows.q.shape[1], k.shape[1])
+    if options.deterministic or heads[0] == heads[1]:
+        return 1
+    device = rows.q.device
+    name = ("head_splits", heads, width, device, options.sm_margin)
+    found: int | None = mask.derived.get(name)
+    if found is None:
+        work = device_work(mask, "backward", width, device)
+        found = head_splits(work.costs, work.num_tiles, k.shape[0], heads, usable_sms(device, options.sm_margin))
+        mask.derived[name] = found
+    return found
 
 
 def _add_dq(
@@ -139,6 +157,7 @@ def _launch(
         dv.data_ptr(),
         DTYPE_CODE[dk.dtype],
         accumulates,
+        _head_splits(rows, k, width, mask, options) if accumulates else 1,
         counted.data_ptr(),
     )
     lists = (work,) if work_dq is None else (work, work_dq)

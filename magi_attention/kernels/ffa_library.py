@@ -96,6 +96,7 @@ class BackwardArgs(ctypes.Structure):
         ("dv", ctypes.c_void_p),
         ("dkv_dtype", ctypes.c_int32),
         ("accumulate_dkv", ctypes.c_int32),
+        ("head_splits", ctypes.c_int32),
         ("counter", ctypes.c_void_p),
     )
 

@@ -11,6 +11,7 @@ from magi_attention.kernels.device_mask import DeviceMask, plan_on_device
 from magi_attention.kernels.ffa_device import DeviceArray, uploaded
 from magi_attention.kernels.tile_work import TileWork, tile_work
 from magi_attention.kernels.work import WorkList
+from magi_attention.plan.types import Int32Array
 
 Mask = WorkList | DeviceMask
 
@@ -22,9 +23,11 @@ class DeviceWork:
         packed: pointers and sizes for the arguments of a launch, the bytes of a Work.
         array: the memory, one int32 tensor.
         status: address of a word that says whether the list is the mask; 0 for lists of the host, which are.
+        num_tiles: tiles of rows.
+        costs: int32 [num_tiles], relative time of each (TileWork.costs); None for lists made on the device.
     """
 
-    __slots__ = ("array", "packed", "status")
+    __slots__ = ("array", "costs", "num_tiles", "packed", "status")
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class DeviceWork:
         status: int = 0,
         *,
         offset_cuts: int = -1,
+        costs: Int32Array | None = None,
     ) -> None:
         """Offsets of order, segment_offsets, segments and pieces, and of cuts where there are any, count int32 elements of the array.
 
@@ -42,6 +46,7 @@ class DeviceWork:
         start = array.tensor.data_ptr()
         self.array = array
         self.status = status
+        self.num_tiles, self.costs = sizes[0], costs
         order, segment_offsets, segments, pieces = offsets
         addresses = (start + 4 * order, start + 4 * segment_offsets, start + 4 * segments, start + 4 * pieces)
         cuts = start + 4 * offset_cuts if offset_cuts >= 0 else 0
@@ -109,4 +114,4 @@ def _planned(mask: Mask, tile: tuple[int, int], is_transposed: bool, device: tor
         host = tile_work(mask.slices, num_rows, *tile, transposed=is_transposed, fitted=True)
     array = uploaded(host.packed, device, f"the {'backward' if is_transposed else 'forward'} work list of this mask")
     offsets = (host.offset_order, host.offset_segment_offsets, host.offset_segments, host.offset_pieces)
-    return DeviceWork(array, offsets, (host.num_tiles, host.num_rows, *tile), offset_cuts=host.offset_cuts)
+    return DeviceWork(array, offsets, (host.num_tiles, host.num_rows, *tile), offset_cuts=host.offset_cuts, costs=host.costs)

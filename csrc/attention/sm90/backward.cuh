@@ -32,7 +32,7 @@ struct BackwardMath {
     BackwardShared<Traits>& shared;
     const int group, lane, warp;
     ptx::Ring<Traits::kStages> ring;
-    int flags;  // of the block that the ring has come to
+    int flags;  // of the block that the ring has come to; between items the parity of the next one
 
     __device__ __forceinline__ void sync_group() { ptx::named_sync(2 + group, 128); }
     __device__ __forceinline__ void sync_all() { ptx::named_sync(1, 256); }
@@ -88,12 +88,13 @@ struct BackwardMath {
     }
 
     // The same for keys of the tile that no query sees: 0 * NaN would reach dq. Ordered by the barrier before the first dq product.
-    __device__ __forceinline__ void clear_unseen_keys(int tile) {
+    __device__ __forceinline__ void clear_unseen_keys() {
         const int begin = shared.piece_begin, end = shared.piece_end;
         const int row = 32 * warp + opaque(lane);
-        if (begin == end || row >= 64) return;
-        const int key = tile * Traits::kRows + group * 64 + row;
-        bool is_seen = key >= params.total_k;  // zeros already
+        const int key = shared.item.row_begin + group * 64 + row;
+        const bool is_own = key < shared.item.row_end;
+        if ((begin == end && is_own) || row >= 64) return;
+        bool is_seen = begin == end && is_own;
         for (int idx = begin; idx < end && !is_seen; ++idx) {
             const int2 rows = __ldg(reinterpret_cast<const int2*>(params.work.pieces + idx));
             is_seen = key >= rows.x && key < rows.y;
@@ -177,13 +178,13 @@ struct BackwardMath {
 // What the rows of this thread see of the block.
 template <class Traits>
 __device__ __forceinline__ ColumnBits<2, BackwardMath<Traits>::kWords> BackwardMath<Traits>::visible(const BlockSlot& slot) {
-    const int warp_row = shared.item.tile * Traits::kRows + group * 64 + warp * 16;
+    const int warp_row = shared.item.row_begin + group * 64 + warp * 16;
     if (flags & Block::kEdge) return visible_columns<kWords>(params.work.pieces, slot, slot.block, warp_row, lane);
     ColumnBits<2, kWords> bits;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) bits.word[r][w] = warp_row + lane / 4 + 8 * r < params.total_k ? ~0u : 0u;
+        for (int w = 0; w < kWords; ++w) bits.word[r][w] = warp_row + lane / 4 + 8 * r < shared.item.row_end ? ~0u : 0u;
     return bits;
 }
 
@@ -292,8 +293,8 @@ template <class Traits>
 __device__ __forceinline__ void BackwardMath<Traits>::store(void* to, const Item& item, const Sums& values, float scale) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int row = item.tile * Traits::kRows + group * 64 + warp * 16 + lane / 4 + 8 * r;
-        if (row >= params.total_k) continue;
+        const int row = item.row_begin + group * 64 + warp * 16 + lane / 4 + 8 * r;
+        if (row >= item.row_end) continue;
         const int64_t offset = (static_cast<int64_t>(row) * params.num_heads_kv + item.head) * Traits::kDim;
 #pragma unroll
         for (int j = 0; j < Traits::kDim / 8; ++j) {
@@ -304,6 +305,10 @@ __device__ __forceinline__ void BackwardMath<Traits>::store(void* to, const Item
                 continue;
             }
             float2* pair = reinterpret_cast<float2*>(static_cast<float*>(to) + at);
+            if (params.head_splits > 1) {
+                ptx::add_pair(pair, value);
+                continue;
+            }
             if (params.accumulate_dkv) {
                 const float2 held = *pair;
                 value.x += held.x;
@@ -316,21 +321,22 @@ __device__ __forceinline__ void BackwardMath<Traits>::store(void* to, const Item
 
 template <class Traits>
 __device__ __forceinline__ void BackwardMath<Traits>::run() {
-    for (uint32_t kv_parity = 0;; kv_parity ^= 1) {
-        ptx::mbarrier_wait(&shared.kv_full, kv_parity);
+    while (true) {
+        ptx::mbarrier_wait(&shared.kv_full, static_cast<uint32_t>(flags));
         __syncwarp();
-        if (shared.item.tile < 0) break;
+        if (shared.item.row_begin < 0) break;
         const bool has_blocks = ptx::uniform_bool(shared.has_blocks != 0);
         Sums dk, dv;
 #pragma unroll
         for (int i = 0; i < Traits::kDim / 2; ++i) dk[i] = dv[i] = 0;
         if (has_blocks) {
-            clear_unseen_keys(shared.item.tile);
+            clear_unseen_keys();
             look_at_block();
             while (!step(dk, dv)) {
             }
         }
         const Item item = shared.item;
+        flags = shared.next_parity;
         release(&shared.kv_empty);
         if (!has_blocks && params.accumulate_dkv) continue;
         store(params.dk, item, dk, params.scale);

@@ -45,8 +45,8 @@ struct alignas(1024) BackwardShared {
     alignas(128) float stats[Traits::kStages][2][Traits::kStatsCols];  // lse in base 2, delta
     BlockSlot block[Traits::kStages];
     ItemQueue queue;
-    Item item;  // tile < 0: no more work; head is the kv head
-    int32_t has_blocks;
+    Item item;  // its head is the kv head
+    int32_t has_blocks, next_parity;
     int32_t piece_begin, piece_end;  // pieces of a tile without interior blocks, which may have rows that nobody sees
     int32_t num_items, segment_idx;  // of the loading thread, which has no registers for them
     uint64_t kv_full, kv_empty;
@@ -60,10 +60,11 @@ struct BackwardParams {
     CUtensorMap q, k, v, dout, stats, dq;
     Work work;
     Schedule schedule;
-    int32_t total_q, total_k, num_heads_kv, heads_per_group;
-    float scale_log2;     // scale * log2(e), or softcap * log2(e)
-    float scale_softcap;  // scale / softcap
-    float scale;          // of dq and dk
+    int32_t total_q, total_k, num_heads_kv;
+    int32_t heads_per_item, head_splits;  // query heads that an item walks; items that add to the same keys
+    float scale_log2;                     // scale * log2(e), or softcap * log2(e)
+    float scale_softcap;                  // scale / softcap
+    float scale;                          // of dq and dk
     void* dk;
     void* dv;
     int32_t dkv_is_fp32, accumulate_dkv;
@@ -86,7 +87,8 @@ __device__ __forceinline__ void load_backward(const BackwardParams& params, Back
         ptx::mbarrier_wait(&shared.queue.full, *items & 1);
         ptx::mbarrier_wait(&shared.kv_empty, ~*items & 1);
         *items = *items + 1;
-        shared.item = {record[0], record[1]};
+        shared.next_parity = *items & 1;
+        shared.item = {record[0], record[1] / params.head_splits, shared.queue.row_end};
         shared.has_blocks = record[2] < record[3];
         if (record[2] == record[3]) {
             ptx::mbarrier_arrive(&shared.kv_full);
@@ -101,17 +103,17 @@ __device__ __forceinline__ void load_backward(const BackwardParams& params, Back
             shared.piece_end = last.x == last.y ? shared.piece_begin : last.y;
         }
         ptx::mbarrier_arrive_expect(&shared.kv_full, 2 * kTileBytes);
-        ptx::tma_load(shared.k, &params.k, &shared.kv_full, 0, record[0] * Traits::kRows, 0, record[1]);
-        ptx::tma_load(shared.v, &params.v, &shared.kv_full, 0, record[0] * Traits::kRows, 0, record[1]);
+        ptx::tma_load(shared.k, &params.k, &shared.kv_full, 0, record[0], 0, shared.item.head);
+        ptx::tma_load(shared.v, &params.v, &shared.kv_full, 0, record[0], 0, shared.item.head);
 
-        int32_t head = record[1] * params.heads_per_group;
+        int32_t head = record[1] * params.heads_per_item;
         *segment_idx = record[2];
         int4 segment = shared.queue.first_segment;
 #pragma unroll 1
         while (true) {
             // In the last segment of the item, and only there, the column at which to ask for the next item.
             int32_t ask_at = -1;
-            if (*segment_idx + 1 == record[3] && head + 1 == (record[1] + 1) * params.heads_per_group)
+            if (*segment_idx + 1 == record[3] && head + 1 == (record[1] + 1) * params.heads_per_item)
                 ask_at = ItemQueue::ask_at(segment.x, segment.y, Traits::kCols);
 #pragma unroll 1
             for (; segment.x < segment.y; segment.x += Traits::kCols) {
@@ -119,7 +121,7 @@ __device__ __forceinline__ void load_backward(const BackwardParams& params, Back
                 if (ask_at >= 0 && segment.x + Traits::kCols >= segment.y) flags |= Block::kLast;
                 flags |= (segment.x & 3) << Block::kStartBits;
                 if (segment.z != segment.w) flags |= Block::kEdge;
-                if ((shared.item.tile + 1) * Traits::kRows > params.total_k) flags |= Block::kShort;
+                if (shared.item.row_end - shared.item.row_begin < Traits::kRows) flags |= Block::kShort;
                 ptx::mbarrier_wait(&shared.q_empty[ring.stage()], ring.free_parity());
                 shared.block[ring.stage()].set({segment.x, flags, segment.z, segment.w}, params.work.pieces);
                 ptx::mbarrier_arrive_expect(&shared.q_full[ring.stage()], kBlockBytes + kStatsBytes);

@@ -59,14 +59,16 @@ int launch_dkv(const BackwardArgs& args, cudaStream_t stream) {
     params.total_q = shape.total_q;
     params.total_k = shape.total_k;
     params.num_heads_kv = shape.num_heads_kv;
-    params.heads_per_group = shape.num_heads_q / shape.num_heads_kv;
+    params.head_splits = args.head_splits;
+    params.heads_per_item = shape.num_heads_q / shape.num_heads_kv / args.head_splits;
     params.dk = args.dk;
     params.dv = args.dv;
     params.dkv_is_fp32 = args.dkv_dtype == Dtype::fp32;
     params.accumulate_dkv = args.accumulate_dkv;
     // CTAs of a kv head walk its query heads in the same order: queries, their gradients and dq of one are in use at a time. More groups
     // at once balance better, but cost more in the cache.
-    params.schedule = make_schedule(args.work, shape.num_heads_kv, 1, int64_t{8} * shape.total_q * kDim, shape.num_sms, 1, args.counter);
+    params.schedule = make_schedule(args.work, shape.num_heads_kv * args.head_splits, args.head_splits,
+                                    int64_t{8} * args.head_splits * shape.total_q * kDim, shape.num_sms, 1, args.counter);
     if (shape.total_q > 0) {
         const TokenTensor dq{args.dq, int64_t{shape.num_heads_q} * kDim, kDim};
         if (encode_map(params.dq, dq, Dtype::fp32, shape.total_q, shape.num_heads_q, kDim, 64, Traits::kDqCols / 32)) return 1;

@@ -20,7 +20,7 @@ struct alignas(16) Block {
     static constexpr int kStartBits = 9;  // col_begin % 4 in two bits
     static constexpr int32_t kOddStart = 1 << kStartBits;
     static constexpr int32_t kEdge = 1 << 11;
-    static constexpr int32_t kShort = 1 << 12;  // the tile has rows that do not exist
+    static constexpr int32_t kShort = 1 << 12;  // the tile has fewer rows than a tile can have
     __device__ __forceinline__ int num_cols() const { return flags & 0xFF; }
     __device__ __forceinline__ int head() const { return static_cast<int>(static_cast<uint32_t>(flags) >> 16); }
     __device__ __forceinline__ bool is_last() const { return (flags & kLast) != 0; }

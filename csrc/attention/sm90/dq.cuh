@@ -44,7 +44,7 @@ struct alignas(1024) DqShared {
     typename Traits::T v[Traits::kStages][Traits::kCols * Traits::kDim];
     BlockSlot block[Traits::kStages];
     ItemQueue queue;
-    Item item;  // tile < 0: no more work
+    Item item;
     int32_t has_blocks;
     uint64_t q_full, q_empty;
     uint64_t kv_full[Traits::kStages], kv_empty[Traits::kStages];
@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_dq(const DqParams& params, DqShared<Traits>
         volatile int32_t* record = shared.queue.item;
         ptx::mbarrier_wait(&shared.q_empty, ~items & 1);
         int32_t segment_idx = record[2];
-        shared.item = {record[0], record[1]};
+        shared.item = {record[0], record[1], shared.queue.row_end};
         shared.has_blocks = segment_idx < record[3];
         if (segment_idx == record[3]) {
             ptx::mbarrier_arrive(&shared.q_full);
@@ -80,8 +80,8 @@ __device__ __forceinline__ void load_dq(const DqParams& params, DqShared<Traits>
             continue;
         }
         ptx::mbarrier_arrive_expect(&shared.q_full, 2 * kTileBytes);
-        ptx::tma_load(shared.q, &params.q, &shared.q_full, 0, record[0] * Traits::kRows, 0, record[1]);
-        ptx::tma_load(shared.dout, &params.dout, &shared.q_full, 0, record[0] * Traits::kRows, 0, record[1]);
+        ptx::tma_load(shared.q, &params.q, &shared.q_full, 0, record[0], 0, record[1]);
+        ptx::tma_load(shared.dout, &params.dout, &shared.q_full, 0, record[0], 0, record[1]);
 
         const int32_t kv_head = record[1] / params.heads_per_group;
         int4 segment = shared.queue.first_segment;
@@ -155,8 +155,7 @@ __device__ __forceinline__ bool DqMath<Traits>::step(const Item& item, Sums& dq,
     issue_rows(dscores, shared.dout, shared.v[stage]);
     ColumnBits<2, kWords> bits;
     if (block.is_edge())
-        bits = visible_columns<kWords>(params.work.pieces, shared.block[stage], block, item.tile * Traits::kRows + group * 64 + warp * 16,
-                                       lane);
+        bits = visible_columns<kWords>(params.work.pieces, shared.block[stage], block, item.row_begin + group * 64 + warp * 16, lane);
     ptx::wgmma_wait<1>();
     ptx::pin(scores);
     // Rows that see nothing have lse 0 here, and hidden weights may overflow: all of that is hidden below.
@@ -190,19 +189,19 @@ __device__ __forceinline__ void DqMath<Traits>::run() {
     for (uint32_t q_parity = 0;; q_parity ^= 1) {
         ptx::mbarrier_wait(&shared.q_full, q_parity);
         __syncwarp();
-        const Item item = {ptx::uniform(shared.item.tile), ptx::uniform(shared.item.head)};
+        const Item item = {ptx::uniform(shared.item.row_begin), ptx::uniform(shared.item.head), ptx::uniform(shared.item.row_end)};
         const bool has_blocks = ptx::uniform_bool(shared.has_blocks != 0);
-        if (item.tile < 0) break;
+        if (item.row_begin < 0) break;
         if (!has_blocks) {
             release(&shared.q_empty);
             continue;
         }
-        const int row = item.tile * Traits::kRows + group * 64 + warp * 16 + lane / 4;
+        const int row = item.row_begin + group * 64 + warp * 16 + lane / 4;
         const float* stats = params.stats + 2 * item.head * params.stats_stride;
         float lse[2] = {0, 0}, delta[2] = {0, 0};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (row + 8 * r >= params.total_q) continue;
+            if (row + 8 * r >= item.row_end) continue;
             lse[r] = __ldg(stats + row + 8 * r);
             delta[r] = __ldg(stats + params.stats_stride + row + 8 * r);
         }
@@ -215,7 +214,7 @@ __device__ __forceinline__ void DqMath<Traits>::run() {
         release(&shared.q_empty);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (row + 8 * r >= params.total_q) continue;
+            if (row + 8 * r >= item.row_end) continue;
             float* to = params.dq + (static_cast<int64_t>(row + 8 * r) * params.num_heads_q + item.head) * Traits::kDim;
 #pragma unroll
             for (int j = 0; j < Traits::kDim / 8; ++j) {

@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_forward(const ForwardParams& params, Forwar
         volatile int32_t* record = shared.queue.item;
         ptx::mbarrier_wait(&shared.q_empty, ~items & 1);
         int32_t segment_idx = record[2];
-        shared.item = {record[0], record[1]};
+        shared.item = {record[0], record[1], shared.queue.row_end};
         shared.has_blocks = segment_idx < record[3];
         if (segment_idx == record[3]) {
             ptx::mbarrier_arrive(&shared.q_full);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void load_forward(const ForwardParams& params, Forwar
             continue;
         }
         ptx::mbarrier_arrive_expect(&shared.q_full, Traits::kRows * Traits::kDim * 2);
-        ptx::tma_load(shared.q, &params.q, &shared.q_full, 0, record[0] * Traits::kRows, 0, record[1]);
+        ptx::tma_load(shared.q, &params.q, &shared.q_full, 0, record[0], 0, record[1]);
 
         const int32_t kv_head = record[1] / params.heads_per_group;
         int4 segment = shared.queue.first_segment;
@@ -199,6 +199,7 @@ struct ForwardMath {
     __device__ __forceinline__ void finish_empty(const Item& item);
     __device__ __forceinline__ void store_fp32(const Item& item, const float (&out)[kOut], int row, const float (&keep)[2]);
     __device__ __forceinline__ void store_through_shared(const Item& item, const float (&out)[kOut]);
+    __device__ __forceinline__ void store_rows(const Item& item, int first);
 };
 
 // One block after the first: its scores beside the values of the block before. Interior blocks run no masking code.
@@ -233,7 +234,7 @@ __device__ __forceinline__ void ForwardMath<Traits>::step(Pass& pass, float (&ou
 template <class Traits>
 __device__ __forceinline__ void ForwardMath<Traits>::attend(const Item& item, float (&out)[kOut], SoftmaxRows& rows) {
     Pass pass;
-    pass.warp_row = item.tile * Traits::kRows + group * 64 + warp * 16;
+    pass.warp_row = item.row_begin + group * 64 + warp * 16;
     ptx::mbarrier_wait(&shared.k_full[ring.stage()], ring.parity());
     pass.block = shared.block[ring.stage()].block;
     wait_for_turn();
@@ -276,13 +277,13 @@ __device__ __forceinline__ void ForwardMath<Traits>::attend(const Item& item, fl
 template <class Traits>
 __device__ __forceinline__ void ForwardMath<Traits>::finish(const Item& item, float (&out)[kOut], SoftmaxRows& rows) {
     rows.join_quad();
-    const int row = item.tile * Traits::kRows + group * 64 + warp * 16 + lane / 4;
-    if (params.max_logits != nullptr) rows.raise_maximum(params.max_logits + item.head, params.scale_natural, lane, row, params.total_q);
+    const int row = item.row_begin + group * 64 + warp * 16 + lane / 4;
+    if (params.max_logits != nullptr) rows.raise_maximum(params.max_logits + item.head, params.scale_natural, lane, row, item.row_end);
     float factor[2], keep[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int i = row + 8 * r;
-        const bool exists = i < params.total_q;
+        const bool exists = i < item.row_end;
         float* lse = params.lse + static_cast<int64_t>(i) * params.num_heads_q + item.head;
         float other = -INFINITY;
         if (params.accumulate && exists) other = *lse;
@@ -305,7 +306,7 @@ __device__ __forceinline__ void ForwardMath<Traits>::store_fp32(const Item& item
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int i = row + 8 * r;
-        if (i >= params.total_q) continue;
+        if (i >= item.row_end) continue;
         float* to = static_cast<float*>(params.out_rows) + (static_cast<int64_t>(i) * params.num_heads_q + item.head) * Traits::kDim;
 #pragma unroll
         for (int j = 0; j < Traits::kDim / 8; ++j) {
@@ -337,9 +338,25 @@ __device__ __forceinline__ void ForwardMath<Traits>::store_through_shared(const 
     }
     ptx::fence_async_shared();
     sync_group();
-    if (is_leader()) {
-        ptx::tma_store(&params.out, shared.out + group * Traits::kHalves * 4096, 0, item.tile * Traits::kRows + group * 64, 0, item.head);
+    const int first = item.row_begin + group * 64;
+    if (first + 64 > item.row_end && item.row_end < params.total_q) {
+        store_rows(item, first);
+    } else if (is_leader()) {
+        ptx::tma_store(&params.out, shared.out + group * Traits::kHalves * 4096, 0, first, 0, item.head);
         ptx::tma_commit();
+    }
+}
+
+// The rows of a tile that ends before the next one begins, as they lie in shared memory; the copy engine would write all 64.
+template <class Traits>
+__device__ __forceinline__ void ForwardMath<Traits>::store_rows(const Item& item, int first) {
+    constexpr int kChunks = Traits::kDim / 8;  // of 16 bytes
+    T* to = static_cast<T*>(params.out_rows);
+    for (int at = warp * 32 + lane; at < (item.row_end - first) * kChunks; at += 128) {
+        const int row = at / kChunks, half = at % kChunks / 8, chunk = at % 8;
+        const char* from = reinterpret_cast<const char*>(shared.out) + (group * Traits::kHalves + half) * 8192 + row * 128;
+        const int64_t offset = (static_cast<int64_t>(first + row) * params.num_heads_q + item.head) * Traits::kDim;
+        *reinterpret_cast<int4*>(to + offset + 64 * half + 8 * chunk) = *reinterpret_cast<const int4*>(from + ((chunk ^ (row % 8)) * 16));
     }
 }
 
@@ -347,8 +364,8 @@ __device__ __forceinline__ void ForwardMath<Traits>::store_through_shared(const 
 template <class Traits>
 __device__ __forceinline__ void ForwardMath<Traits>::finish_empty(const Item& item) {
     if (params.accumulate) return;
-    const int first = item.tile * Traits::kRows + group * 64;
-    const int num_rows = min(64, params.total_q - first);
+    const int first = item.row_begin + group * 64;
+    const int num_rows = min(64, item.row_end - first);
     const int element_bytes = params.out_is_fp32 ? 4 : 2;
     const int chunks = Traits::kDim * element_bytes / 16;
     for (int at = warp * 32 + lane; at < num_rows * chunks; at += 128) {
@@ -369,9 +386,9 @@ __device__ __forceinline__ void ForwardMath<Traits>::run() {
     for (uint32_t q_parity = 0;; q_parity ^= 1) {
         ptx::mbarrier_wait(&shared.q_full, q_parity);
         __syncwarp();  // the epilogue before may have left lanes apart, and wgmma wants whole warps
-        const Item item = {ptx::uniform(shared.item.tile), ptx::uniform(shared.item.head)};
+        const Item item = {ptx::uniform(shared.item.row_begin), ptx::uniform(shared.item.head), ptx::uniform(shared.item.row_end)};
         const bool has_blocks = ptx::uniform_bool(shared.has_blocks != 0);
-        if (item.tile < 0) break;
+        if (item.row_begin < 0) break;
         if (!has_blocks) {
             __syncwarp();
             release(&shared.q_empty);

@@ -18,11 +18,18 @@ struct Schedule {
     int32_t* counter;           // items taken beyond the first one of every CTA, starts at 0
 };
 
+// What a CTA works on: rows of a tile, of one head.
 struct Item {
+    int32_t row_begin;  // < 0: no more work
+    int32_t head;
+    int32_t row_end;
+};
+
+struct TileHead {
     int32_t tile, head;
 };
 
-__device__ __forceinline__ Item item_at(const Schedule& schedule, const Work& work, int32_t index) {
+__device__ __forceinline__ TileHead tile_head_at(const Schedule& schedule, const Work& work, int32_t index) {
     const int32_t full = work.num_tiles * schedule.heads_per_section;
     const int32_t section = index / full;
     const int32_t first_head = section * schedule.heads_per_section;
@@ -36,7 +43,8 @@ __device__ __forceinline__ Item item_at(const Schedule& schedule, const Work& wo
 // memory, so it is asked for a few blocks before the present one ends; no earlier, or heavy items would be bound to a CTA long before it
 // can begin them.
 struct ItemQueue {
-    alignas(16) int32_t item[4];  // tile (< 0: no more), head, first segment, end of segments
+    alignas(16) int32_t item[4];  // first row of the tile (< 0: no more), head, first segment, end of segments
+    int32_t row_end;              // of the tile
     int4 first_segment;           // the record itself
     uint64_t full, empty;
 
@@ -62,8 +70,13 @@ __device__ __forceinline__ void take_items(const Schedule& schedule, const Work&
             taken == 0 ? static_cast<int32_t>(blockIdx.x) : static_cast<int32_t>(gridDim.x) + atomicAdd(schedule.counter, 1);
         int4 record = {-1, 0, 0, 0};
         if (index < schedule.num_items) {
-            const Item item = item_at(schedule, work, index);
-            record = {item.tile, item.head, __ldg(work.segment_offsets + item.tile), __ldg(work.segment_offsets + item.tile + 1)};
+            const auto [tile, head] = tile_head_at(schedule, work, index);
+            record = {tile * work.tile_rows, head, __ldg(work.segment_offsets + tile), __ldg(work.segment_offsets + tile + 1)};
+            queue.row_end = min(record.x + work.tile_rows, work.num_rows);
+            if (work.cuts != nullptr) {
+                record.x = __ldg(work.cuts + tile);
+                queue.row_end = __ldg(work.cuts + tile + 1);
+            }
             if (record.z < record.w) queue.first_segment = __ldg(reinterpret_cast<const int4*>(work.segments) + record.z);
         }
         *reinterpret_cast<int4*>(queue.item) = record;

@@ -6,7 +6,9 @@ Runs commands in an environment and files their outcome; knows neither how envir
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -151,16 +153,36 @@ def symbols(environment: Environment, tag: str, report: Report) -> None:
     report.check("symbols", bool(found) and not faults, "; ".join(faults) or f"{len(found)} libraries", libraries=found)
 
 
+def seconds_of_children() -> float:
+    """Processor time of the commands that have ended. With several jobs it holds that of other cells too."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def time_spent(spent: float, used: float, budget: float, report: Report) -> None:
+    """A machine that is busy with other things says little by its clock: there the processor time must fit the budget."""
+    load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    is_busy = load > cpus
+    detail = f"installed and self-tested in {spent:.0f} s of {budget}" + (
+        f" on a busy machine (load {load:.0f}), {used:.0f} s of work" if is_busy else ""
+    )
+    passed = spent <= budget or (is_busy and used <= budget)
+    report.check("time", passed, detail, seconds=round(spent, 1), cpu_seconds=round(used, 1), load=round(load, 1), cpus=cpus)
+
+
 def wheel(cell: Cell, matrix: Matrix, environment: Environment, file: Path, report: Report) -> None:
     """Everything of a cell that installs a wheel under a torch it is for."""
+    before = seconds_of_children()
     spent = install(environment, file, report)
+    used = seconds_of_children() - before
     facts = import_package(environment, report, matrix.budgets["import"])
     if not facts:
         return
     report.environment |= {key: facts[key] for key in ("python", "torch", "cuda", "gpus")}
     kernels(cell, matrix, facts, report)
+    before = seconds_of_children()
     spent += selftest(environment, report)
-    budget = matrix.budgets["install_and_selftest"]
-    report.check("time", spent <= budget, f"installed and self-tested in {spent:.0f} s of {budget}", seconds=round(spent, 1))
+    used += seconds_of_children() - before
+    time_spent(spent, used, matrix.budgets["install_and_selftest"], report)
     healthy(environment, report)
     symbols(environment, report.wheel["tag"], report)

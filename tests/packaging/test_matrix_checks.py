@@ -91,6 +91,19 @@ def test_a_sentence_must_say_everything_and_nothing_raw(report: results.Report, 
     assert report.checks[-1].passed is passes
 
 
+@pytest.mark.parametrize(
+    "load, spent, used, passes",
+    [(0.5, 59, 50, True), (0.5, 61, 10, False), (99.0, 300, 40, True), (99.0, 300, 61, False)],
+    ids=["in time", "too slow on a free machine", "a busy machine", "too much work on a busy machine"],
+)
+def test_the_clock_counts_on_a_free_machine_only(
+    report: results.Report, monkeypatch: pytest.MonkeyPatch, load: float, spent: float, used: float, passes: bool
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    checks.time_spent(spent, used, 60, report)
+    assert report.checks[-1].passed is passes
+
+
 def test_the_tag_says_the_oldest_glibc_it_promises() -> None:
     assert checks.glibc_of("py3-none-manylinux_2_17_x86_64.manylinux_2_28_x86_64") == (2, 17)
     assert checks.glibc_of("py3-none-linux_x86_64") is None

@@ -92,9 +92,9 @@ struct BackwardMath {
         const int begin = shared.piece_begin, end = shared.piece_end;
         const int row = 32 * warp + opaque(lane);
         const int key = shared.item.row_begin + group * 64 + row;
-        const bool is_own = key < shared.item.row_end;
-        if ((begin == end && is_own) || row >= 64) return;
-        bool is_seen = begin == end && is_own;
+        const bool is_whole = shared.item.row_end - shared.item.row_begin == Traits::kRows;
+        if ((begin == end && is_whole) || row >= 64) return;  // whole warps
+        bool is_seen = begin == end && key < shared.item.row_end;
         for (int idx = begin; idx < end && !is_seen; ++idx) {
             const int2 rows = __ldg(reinterpret_cast<const int2*>(params.work.pieces + idx));
             is_seen = key >= rows.x && key < rows.y;

@@ -11,7 +11,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SOURCE_KINDS := h cpp cu cuh
 CXX_SOURCES := $(foreach kind,$(SOURCE_KINDS),$(wildcard csrc/*/*.$(kind) csrc/*/*/*.$(kind)))
-BUILD_INPUTS := pyproject.toml setup.py csrc/attention/variants.txt $(wildcard ci/kernel_build/*.py) $(CXX_SOURCES)
+BUILD_INPUTS := pyproject.toml setup.py csrc/attention/variants.txt csrc/bindings/exports.map \
+    $(wildcard ci/backend/*.py ci/kernel_build/*.py) $(CXX_SOURCES)
 LAID_OUT := $(foreach kind,$(SOURCE_KINDS),'csrc/*.$(kind)' 'tests/*.$(kind)')
 CLEAN_DIR := build/wheel-check
 
@@ -89,5 +90,5 @@ wheel-check: $(VENV)/.torch ## wheel, clean venv, import, kernels in it, self-te
 	cd $(CLEAN_DIR)/run && ../venv/bin/python -m magi_attention.selftest --ranks 2
 
 clean: ## remove what the commands above made
-	rm -rf $(VENV) build dist site demo_out *.egg-info magi_attention/_solver*.so magi_attention/_ffa*.so magi_attention/_version.py
+	rm -rf $(VENV) build dist site demo_out *.egg-info magi_attention/_solver*.so magi_attention/_ffa*.so magi_attention/_cu* magi_attention/_version.py magi_attention/_build.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,8 +30,9 @@ def test_without_a_group_there_is_nothing_to_split() -> None:
 
 
 def test_many_items_are_left_whole() -> None:
-    assert splits("causal", 65536) == 1
-    assert splits("causal", 2048, num_sms=4) == 1
+    assert splits("full", 32768) == 1
+    assert (splits("causal", 32768), splits("causal", 131072)) == (2, 1), "uneven ones are balanced for longer"
+    assert splits("causal", 2048, num_sms=2) == 1
 
 
 @pytest.mark.parametrize("heads", [(48, 8), (64, 8), (14, 2), (5, 1), (32, 4)])

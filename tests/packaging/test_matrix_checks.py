@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("yaml", reason="needs the extra `matrix`: pip install -e '.[matrix]'")
+pytest.importorskip("elftools", reason="needs the extra `matrix`: pip install -e '.[matrix]'")
+
 import run_matrix
 from matrix import checks, refusals, results
 from matrix.cells import Cell, Matrix, load

@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("yaml", reason="needs the extra `matrix`: pip install -e '.[matrix]'")
+pytest.importorskip("elftools", reason="needs the extra `matrix`: pip install -e '.[matrix]'")
+
 from matrix import elf, standins
 from matrix.environments import Done, Environment, Environments, NotHere, find_python
 from matrix.refusals import pretend_version

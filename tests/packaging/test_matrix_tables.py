@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("yaml", reason="needs the extra `matrix`: pip install -e '.[matrix]'")
+pytest.importorskip("elftools", reason="needs the extra `matrix`: pip install -e '.[matrix]'")
+
 import render_matrix
 from matrix import results, tables
 from matrix.cells import Cell, load

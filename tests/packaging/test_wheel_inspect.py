@@ -10,6 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("yaml", reason="needs the extra `matrix`: pip install -e '.[matrix]'")
+pytest.importorskip("elftools", reason="needs the extra `matrix`: pip install -e '.[matrix]'")
+
 from cubins import CubinError, embedded_archs, gpu_programs
 from elftools.elf.elffile import ELFFile
 from inspect_wheel import NEWEST, exported_names, inspect, linked_libraries, main, symbol_versions, variants_in

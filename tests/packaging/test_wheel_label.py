@@ -9,6 +9,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("yaml", reason="needs the extra `matrix`: pip install -e '.[matrix]'")
+pytest.importorskip("elftools", reason="needs the extra `matrix`: pip install -e '.[matrix]'")
+
 from index import write_index
 from label import labelled, main, parse_label
 from make_wheels import labels_of

@@ -22,6 +22,7 @@ _FEW_ITEMS, _FEW_UNEVEN_ITEMS, _MANY_ITEMS = 8, 48, 24
 _WORTH = 0.96
 _UNEVEN = 1.3  # largest cost over the mean
 _MOST_UNEVEN_PARTS = 3
+_MOST_SUMS = 0.1  # of all blocks: short documents would pay more for the sums than balance gives
 _FEW_UNKNOWN_ITEMS = 2  # per multiprocessor, where costs are on the device
 
 
@@ -42,15 +43,16 @@ def head_splits(costs: npt.NDArray[np.int32] | None, num_tiles: int, num_keys: i
         return 1
     if costs is None:
         return next((parts for parts in divisors if parts * num_items >= _FEW_UNKNOWN_ITEMS * num_sms), group)
-    mean = costs.mean()
-    # Uneven items do not take the time they are said to: smaller ones were faster by 2 to 8 % up to 64k tokens.
-    least = divisors[1] if costs.max() > _UNEVEN * mean and divisors[1] <= _MOST_UNEVEN_PARTS else 1
-    if num_items > _FEW_ITEMS * num_sms:
-        return least
     blocks = (np.sort(costs)[::-1] * (group / _BLOCK_COST)).tolist()
     if not blocks[0]:
         return 1
     sums = _SUM_BLOCKS_PER_KEY_AND_HEAD * num_keys * num_heads_kv
+    whole = sum(blocks) * num_heads_kv / num_sms
+    # Uneven items do not take the time they are said to: smaller ones were faster by 2 to 8 % up to 64k tokens.
+    is_uneven = blocks[0] * num_tiles > _UNEVEN * sum(blocks) and sums < _MOST_SUMS * whole
+    least = divisors[1] if is_uneven and divisors[1] <= _MOST_UNEVEN_PARTS else 1
+    if num_items > _FEW_ITEMS * num_sms:
+        return least
     best, best_time = 1, _makespan(blocks, num_heads_kv, 1, num_sms)
     for parts in divisors[1:]:
         if parts * num_items > _MANY_ITEMS * num_sms:

@@ -42,6 +42,13 @@ def test_parts_divide_the_group(heads: tuple[int, int], tokens: int) -> None:
         assert heads[0] // heads[1] % splits(mask, tokens, heads) == 0
 
 
+def test_short_documents_do_not_pay_for_sums() -> None:
+    borders = range(0, 32768, 512)
+    documents = [[at, at + 512, at, at + 512, -(1 << 30), 0] for at in borders]
+    work = tile_work(documents, 32768, 128, 64, transposed=True)
+    assert head_splits(work.costs, work.num_tiles, 32768, (64, 8), SMS) == 1
+
+
 def test_unknown_costs_go_by_the_number_of_items() -> None:
     assert head_splits(None, 8, 1024, (48, 8), SMS) == 6
     assert head_splits(None, 32, 4096, (48, 8), SMS) == 2

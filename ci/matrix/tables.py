@@ -59,7 +59,7 @@ def wheel_lines(matrix: Matrix, read: Read) -> list[list[str]]:
         pythons = [[cell.python for cell in passed if (cell.wheel == "fat") is is_fat] for is_fat in (True, False)]
         archs = sorted({arch for cell in passed for arch in value(read(cell), "kernels load", "archs") or []})
         kernels = ", ".join(archs) or ("none, CPU build" if not torch.cuda and passed else "-")
-        shown = [", ".join(f"Python {python}" for python in found) or NOT_RUN for found in pythons]
+        shown = [f"Python {', '.join(found)}" if found else NOT_RUN for found in pythons]
         rows.append([torch.version, torch.cuda or "CPU", kernels, shown[0], shown[1] if torch.label else "none"])
     return rows
 

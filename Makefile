@@ -19,7 +19,7 @@ CLEAN_DIR := build/wheel-check
 # Torch threads that wait without spinning: on a busy machine small operations are else up to 30 times slower.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo test kernels lint format types cpp-test rules docs figures support wheel wheel-check clean
+.PHONY: help demo test kernels lint format types cpp-test rules docs figures support wheel wheel-check matrix clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -88,6 +88,12 @@ wheel-check: $(VENV)/.torch ## wheel, clean venv, import, kernels in it, self-te
 	cd $(CLEAN_DIR)/run && ../venv/bin/python ../../../ci/check_wheel.py
 	cd $(CLEAN_DIR)/run && ../venv/bin/python -m magi_attention.doctor
 	cd $(CLEAN_DIR)/run && ../venv/bin/python -m magi_attention.selftest --ranks 2
+
+# Wheels of the variants in MAGI_BUILD_VARIANTS (all when not set), installed as users do; results stay in build/.
+matrix: $(VENV)/.installed-dev ## published wheels and the conda package, and the cells of ci/matrix.yaml that every change runs
+	PYTHON=$(abspath $(PY)) bash ci/wheels.sh --no-container --torch 2.10 2.11 --out build/matrix/wheels \
+	    $(if $(MAGI_BUILD_VARIANTS),--variants '$(MAGI_BUILD_VARIANTS)')
+	$(PY) ci/run_matrix.py --subset --drop-bases --wheels build/matrix/wheels --results build/matrix/results
 
 clean: ## remove what the commands above made
 	rm -rf $(VENV) build dist site demo_out *.egg-info magi_attention/_solver*.so magi_attention/_ffa*.so magi_attention/_cu* magi_attention/_version.py magi_attention/_build.json

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import platform
@@ -68,6 +69,13 @@ def need_programs() -> None:
     absent = [name for name in (f"{CROSS}g++", "nvcc") if not shutil.which(name) and not (name == "nvcc" and find_toolchain()[0])]
     if absent:
         raise NotHere(f"no {' and no '.join(absent)}; Debian/Ubuntu: apt-get install g++-aarch64-linux-gnu, and an nvcc of any machine")
+    # setup.py runs with this Python, outside pip's own environment.
+    for name in ("setuptools.command.bdist_wheel", "versioningit"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            need = "'setuptools>=77' versioningit"
+            raise NotHere(f"{sys.executable} has no {name}, which builds the planner; {sys.executable} -m pip install {need}") from None
 
 
 def build_planner(target: Path, work: Path) -> Path:

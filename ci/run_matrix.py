@@ -8,6 +8,7 @@ chosen cell passed, 1 one failed, 2 wrong arguments; a cell that this machine ca
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -90,12 +91,19 @@ class Runner:
         script = ROOT / command.split()[1]
         if not command.startswith("bash ") or not script.is_file():
             raise NotHere(f"{command!r} is for another machine")
+        environment = {"PYTHON": sys.executable, **os.environ}  # an interpreter that has what the build needs, unless one is named
         log = self.environments.cache / "logs" / f"{report.cell.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as stream:
             try:
                 done = subprocess.run(
-                    command.split(), cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, timeout=PROGRAM_TIMEOUT_S, check=False
+                    command.split(),
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    timeout=PROGRAM_TIMEOUT_S,
+                    check=False,
                 )
                 code = done.returncode
             except subprocess.TimeoutExpired:

@@ -118,8 +118,14 @@ def refusal_of_torch(record: dict[str, Any], torch: TorchHere | None) -> Refusal
     if index and torch.cuda:
         folder = f"cu{torch.cuda.replace('.', '')}-torch{torch.series}"
         return Refusal(text, f"python -m pip install --force-reinstall --no-deps --index-url {index}/{folder} magi-attention")
-    requirement = f"torch=={pin}" if "+" in pin else f"torch=={pin}.*"
-    return Refusal(text, f"python -m pip install '{requirement}', or install the wheel that was built for torch {torch.series}")
+    return Refusal(text, f"python -m pip install {requirement_of(pin)}, or install the wheel that was built for torch {torch.series}")
+
+
+def requirement_of(pin: str | None) -> str:
+    """What pip is asked for, as a word of a shell command."""
+    if pin is None:
+        return "torch"
+    return f"'torch=={pin}'" if "+" in pin else f"'torch=={pin}.*'"
 
 
 def _is_vendor(torch: TorchHere) -> bool:

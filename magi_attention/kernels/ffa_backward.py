@@ -56,13 +56,14 @@ def backward_fresh(
     width = compiled_head_dim(rows.q, v)
     shape = (k.shape[0], k.shape[1], width)
     has_work = bool(rows.q.shape[0] and k.shape[0])
-    if has_work and _head_splits(rows, k, width, mask, options) == 1:
+    parts = _head_splits(rows, k, width, mask, options) if has_work else 0
+    if parts == 1:
         dk, dv = (torch.empty(shape, dtype=dkv_dtype, device=k.device) for _ in range(2))
-        _add_dq(rows, k, v, mask, options, (dq, dk, dv), accumulates=False)
+        _add_dq(rows, k, v, mask, options, (dq, dk, dv), parts_added=0)
     else:
         dk, dv = (torch.zeros(shape, dtype=torch.float32, device=k.device) for _ in range(2))
-        if has_work:
-            _add_dq(rows, k, v, mask, options, (dq, dk, dv), accumulates=True)
+        if parts:
+            _add_dq(rows, k, v, mask, options, (dq, dk, dv), parts_added=parts)
         elif rows.out is not None:
             rows.delta.copy_(softmax_delta(rows.dout, rows.out, rows.dlse))
         dk, dv = dk.to(dkv_dtype), dv.to(dkv_dtype)
@@ -76,7 +77,7 @@ def backward_into(rows: Rows, k: Tensor, v: Tensor, mask: Mask, options: Attenti
     width = compiled_head_dim(rows.q, v)
     dq, dk, dv = grads
     own_dk, own_dv = dense(dk, width), dense(dv, width)
-    _add_dq(rows, k, v, mask, options, (dq, own_dk, own_dv), accumulates=True)
+    _add_dq(rows, k, v, mask, options, (dq, own_dk, own_dv), parts_added=_head_splits(rows, k, width, mask, options))
     for own, x in ((own_dk, dk), (own_dv, dv)):
         if own is not x:
             x.copy_(own[..., : x.shape[2]])
@@ -105,16 +106,19 @@ def _add_dq(
     options: AttentionOptions,
     grads: tuple[Tensor, Tensor, Tensor],
     *,
-    accumulates: bool,
+    parts_added: int,
 ) -> None:
-    """The launch, with a dq of its own where the caller's is narrower, strided, not aligned, or of the opposite sign."""
+    """The launch, with a dq of its own where the caller's is narrower, strided, not aligned, or of the opposite sign.
+
+    parts_added: 0 writes dk and dv; else so many parts of the heads add to what they hold.
+    """
     dq, dk, dv = grads
     width, is_negative = dk.shape[2], options.softmax_scale < 0
     if dq.shape[2] == width and not is_negative and is_aligned(dq):
-        _launch(rows, k, v, mask, options, (dq, dk, dv), accumulates)
+        _launch(rows, k, v, mask, options, (dq, dk, dv), parts_added)
         return
     own_dq = torch.zeros((dq.shape[0], dq.shape[1], width), dtype=torch.float32, device=dq.device)
-    _launch(rows, k, v, mask, options, (own_dq, dk, dv), accumulates)
+    _launch(rows, k, v, mask, options, (own_dq, dk, dv), parts_added)
     dq.add_(own_dq[..., : dq.shape[2]], alpha=-1.0 if is_negative else 1.0)
 
 
@@ -125,7 +129,7 @@ def _launch(
     mask: Mask,
     options: AttentionOptions,
     grads: tuple[Tensor, Tensor, Tensor],
-    accumulates: bool,
+    parts_added: int,
 ) -> None:
     dq, dk, dv = grads
     device, width = rows.q.device, dk.shape[2]
@@ -156,8 +160,8 @@ def _launch(
         dk.data_ptr(),
         dv.data_ptr(),
         DTYPE_CODE[dk.dtype],
-        accumulates,
-        _head_splits(rows, k, width, mask, options) if accumulates else 1,
+        parts_added > 0,
+        max(parts_added, 1),
         counted.data_ptr(),
     )
     lists = (work,) if work_dq is None else (work, work_dq)

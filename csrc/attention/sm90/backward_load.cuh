@@ -32,6 +32,7 @@ struct BackwardTraits {
     static constexpr int kLoadRegisters = 40;
     static constexpr int kMathRegisters = 232;
     static_assert(kGroups == 2 && kCols == 64);
+    static_assert(kStages == 2);  // add_dq tells the round of its buffer by the stage
 };
 
 template <class Traits>

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
-import time
 from typing import Any
 
 import pytest
@@ -52,17 +50,3 @@ def assert_same_bits(name: str, ours: dict[str, Tensor], expected: dict[str, Ten
             at = (ours[key] != value).nonzero()
             first = tuple(at[0].tolist()) if len(at) else "a NaN"
             raise AssertionError(f"{name}: {key} differs at {len(at)} places, first {first}: {ours[key][first]} and {value[first]}")
-
-
-def allowed_us(budget: float) -> float:
-    """The budget on a host that starts a plain torch.add in 4 us or less, more on slower ones: hosts of one kind of GPU differ by 1.7."""
-    x = torch.ones(1024, device="cuda")
-    times = []
-    for _ in range(400):
-        start = time.perf_counter()
-        torch.add(x, x)
-        times.append(time.perf_counter() - start)
-    torch.cuda.synchronize()
-    add_us = statistics.median(times[50:]) * 1e6
-    print(f"torch.add: {add_us:.1f} us")
-    return budget * max(1.0, add_us / 4.0)

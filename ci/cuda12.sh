@@ -7,8 +7,8 @@
 # nvidia-cuda-nvcc-cu12, since ptxas 12.5 serialises the wgmma of every variant (C7515, C7518) and spills in two, and 12.6 and 12.8 serialise
 # those of the forward kernels for 128. A machine with NVIDIA's own toolkit 12.9 or newer needs none of this: point CUDA_HOME there.
 set -euo pipefail
-root=$(cd "$(dirname "$0")/.." && pwd)
-target=${1:-$root/build/cuda12}
+here=$(cd "$(dirname "$0")" && pwd)
+target=${1:-$(dirname "$here")/build/cuda12}
 PYTHON=${PYTHON:-python3}
 DEBIAN_SUITE=experimental
 TOOLKIT=nvidia-cuda-toolkit
@@ -32,15 +32,9 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 
-# A configuration of its own, so that the machine's package lists stay as they are.
-mirror=$(grep -rhoE 'https?://[^ ]*/debian/?( |$)' /etc/apt/sources.list /etc/apt/sources.list.d 2>/dev/null | grep -v '/archive/' | head -1 | tr -d ' ' || true)
-mkdir -p apt/lists/partial apt/cache/archives/partial deb
-echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] ${mirror:-https://deb.debian.org/debian} $DEBIAN_SUITE non-free" >apt/sources.list
-: >apt/status
-apt=(apt-get -qq -o Dir::Etc::sourcelist="$work/apt/sources.list" -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists="$work/apt/lists"
-     -o Dir::Cache="$work/apt/cache" -o Dir::State::status="$work/apt/status" -o APT::Architecture=amd64)
-[ "$(id -u)" != 0 ] || apt+=(-o APT::Sandbox::User=root)
-"${apt[@]}" update
+. "$here/private_apt.sh"
+private_apt "$work/apt" deb "$DEBIAN_SUITE non-free" -o APT::Architecture=amd64
+mkdir deb
 (cd deb && "${apt[@]}" download "$TOOLKIT=$TOOLKIT_VERSION" && dpkg-deb -x "$TOOLKIT"_*.deb x)
 
 get() { # FOLDER REQUIREMENT: the unpacked wheel

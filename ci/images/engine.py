@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from commands import Done
+
 STARTUP_S = 60
 # Of a daemon without the capability to raise its own limits.
 ULIMIT = "nofile=20000:20000"
@@ -21,18 +23,6 @@ ULIMIT = "nofile=20000:20000"
 
 class EngineError(Exception):
     """No engine can be had, or a command of it failed; the text is for a person."""
-
-
-@dataclass(frozen=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def last_line(self) -> str:
-        lines = (self.out + self.err).strip().splitlines()
-        return lines[-1] if lines else f"exit code {self.code}, no output"
 
 
 @dataclass(frozen=True)

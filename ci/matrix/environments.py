@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from commands import Done
 from packaging.requirements import Requirement
 from torch_args import CPU_INDEX, answers
 
@@ -31,24 +32,6 @@ INSTALL_TIMEOUT_S = 1200
 
 class NotHere(Exception):
     """This machine or network lacks what the environment needs; the text says what. The cell then has no result."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """A finished command."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def text(self) -> str:
-        return self.out + self.err
-
-    @property
-    def last_line(self) -> str:
-        lines = self.text.strip().splitlines()
-        return lines[-1].strip() if lines else f"exit code {self.code}, no output"
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,9 @@ triplet=$(g++ -dumpmachine)
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-mirror=$(grep -rhoE 'https?://[^ ]*/debian/?( |$)' /etc/apt/sources.list /etc/apt/sources.list.d 2>/dev/null | grep -v '/archive/' | head -1 | tr -d ' ' || true)
-mkdir -p "$work"/apt/lists/partial "$work"/apt/cache/archives/partial "$work"/deb "$work"/made/bin
-echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] ${mirror:-https://deb.debian.org/debian} $SUITE main" >"$work/apt/sources.list"
-: >"$work/apt/status"
-apt=(apt-get -qq -o Dir::Etc::sourcelist="$work/apt/sources.list" -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists="$work/apt/lists"
-     -o Dir::Cache="$work/apt/cache" -o Dir::State::status="$work/apt/status")
-[ "$(id -u)" != 0 ] || apt+=(-o APT::Sandbox::User=root)
-"${apt[@]}" update
+. "$root/ci/private_apt.sh"
+private_apt "$work/apt" deb "$SUITE main"
+mkdir -p "$work"/deb "$work"/made/bin
 (cd "$work/deb" && "${apt[@]}" download $PACKAGES)
 for package in "$work"/deb/*.deb; do dpkg-deb -x "$package" "$work/made/root"; done
 rm -rf "$work/made/root/usr/share" "$work/made/root/etc"

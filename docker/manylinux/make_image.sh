@@ -14,8 +14,8 @@ certificates=/etc/ssl/certs/ca-certificates.crt
 for program in debootstrap buildah podman runc; do
     command -v $program >/dev/null || { echo "error: $program is missing: apt-get install -y --no-install-recommends debootstrap podman buildah runc netavark aardvark-dns" >&2; exit 1; }
 done
-mirror=$(grep -rhoE 'https?://[^ ]*/debian/?( |$)' /etc/apt/sources.list /etc/apt/sources.list.d 2>/dev/null | grep -v '/archive/' | head -1 | tr -d ' ' || true)
-mirror=${mirror:-https://deb.debian.org/debian}
+. "$here/../../ci/private_apt.sh"
+mirror=$(debian_mirror)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -27,14 +27,9 @@ if ! podman image exists $base; then
     rm -rf "$work/root"
 fi
 
-# The source of CPython 3.11 is bookworm's; a configuration of its own leaves this machine's package lists alone.
-mkdir -p "$work"/lists/partial "$work"/cache/archives/partial "$work/context"
-echo "deb-src [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror bookworm main" >"$work/sources.list"
-: >"$work/status"
-apt=(apt-get -qq -o Dir::Etc::sourcelist="$work/sources.list" -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists="$work/lists"
-     -o Dir::Cache="$work/cache" -o Dir::State::status="$work/status")
-[ "$(id -u)" != 0 ] || apt+=(-o APT::Sandbox::User=root)
-"${apt[@]}" update
+# The source of CPython 3.11 is bookworm's.
+private_apt "$work/apt" deb-src "bookworm main"
+mkdir "$work/context"
 (cd "$work/context" && "${apt[@]}" source --download-only python3.11 && mv python3.11_*.orig.tar.* python.tar.xz && rm -f python3.11_*)
 cp "$here/Dockerfile" "$work/context/"
 

@@ -12,8 +12,9 @@ import pytest
 pytest.importorskip("yaml", reason="needs the extra `matrix`: pip install -e '.[matrix]'")
 pytest.importorskip("elftools", reason="needs the extra `matrix`: pip install -e '.[matrix]'")
 
+from commands import Done
 from matrix import elf, standins
-from matrix.environments import Done, Environment, Environments, NotHere, find_python
+from matrix.environments import Environment, Environments, NotHere, find_python
 from matrix.refusals import pretend_version
 from packaging.requirements import Requirement
 from packaging.version import Version

@@ -46,8 +46,11 @@ __device__ __forceinline__ uint64_t operand(const void* shared, uint32_t column_
            (static_cast<uint64_t>(1) << 62);
 }
 
-// Moves an operand by whole bytes (a multiple of 16).
-__device__ __forceinline__ uint64_t advance(uint64_t operand, uint32_t bytes) { return operand + (bytes >> 4); }
+// Moves an operand by whole bytes (a multiple of 16). The address is in the lower word: no carry to wait for.
+__device__ __forceinline__ uint64_t advance(uint64_t operand, uint32_t bytes) {
+    const uint32_t lower = static_cast<uint32_t>(operand) + (bytes >> 4);
+    return (operand & 0xFFFFFFFF00000000) | lower;
+}
 
 // One step of 16: acc = (accumulate ? acc : 0) + A B.
 template <class T, int N, bool kTransA, bool kTransB>

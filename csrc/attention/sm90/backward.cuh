@@ -24,6 +24,7 @@ struct BackwardMath {
     using Packed = uint32_t[Traits::kCols / 4];
     using Sums = float[Traits::kDim / 2];
     using DqSums = float[Traits::kDqCols / 2];
+    using Shifts = float[Traits::kCols / 4];
     static constexpr int kTileHalf = Traits::kRows * 128;   // bytes of a 64-element column of k, v
     static constexpr int kBlockHalf = Traits::kCols * 128;  // of q, dout
     static constexpr int kWords = Traits::kCols / 32;
@@ -48,9 +49,9 @@ struct BackwardMath {
         if (lane == 0) ptx::mbarrier_arrive(barrier);
     }
 
-    // acc = rows [64 x dim] of the tile times the transposed block. The caller fences.
-    __device__ __forceinline__ void issue_transposed(Scores& acc, const T* tile, const T* block) {
-        issue_rows_by_rows<T, Traits::kDim, Traits::kCols>(acc, tile + group * 64 * 64, kTileHalf, block, kBlockHalf);
+    // acc (+)= rows [64 x dim] of the tile times the transposed block. The caller pins and fences.
+    __device__ __forceinline__ void issue_transposed(Scores& acc, const T* tile, const T* block, bool accumulate) {
+        issue_rows_by_rows<T, Traits::kDim, Traits::kCols>(acc, tile + group * 64 * 64, kTileHalf, block, kBlockHalf, accumulate);
     }
 
     // acc += weights [64 x queries] times the block.
@@ -154,11 +155,9 @@ struct BackwardMath {
     __device__ __forceinline__ void run();
     __device__ __forceinline__ bool step(Sums& dk, Sums& dv);
     __device__ __forceinline__ ColumnBits<2, kWords> visible(const BlockSlot& slot);
-    __device__ __forceinline__ float weight(float score, float lse) { return ptx::exp2_fast(fmaf(score, params.scale_log2, -lse)); }
-    using Shifts = float[Traits::kCols / 4];
     // A pair for each eight columns. Blocks begin at any query, so that pairs may lie across.
     __device__ __forceinline__ void read_stats(Shifts& to, const float* from) {
-        const uint32_t at = ptx::shared_address(from);
+        const uint32_t at = ptx::shared_address(from) + 4 * (flags >> Block::kStartBits & 3) + 8 * (opaque(lane) % 4);
         if (flags & Block::kOddStart) {
 #pragma unroll
             for (int j = 0; j < Traits::kCols / 4; ++j)
@@ -169,9 +168,21 @@ struct BackwardMath {
                 asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to[2 * j]), "=f"(to[2 * j + 1]) : "r"(at + 32 * j));
         }
     }
-    __device__ __forceinline__ void weigh(Scores& scores, const Shifts& shifts, int first, bool hides, const ColumnBits<2, kWords>& bits);
-    __device__ __forceinline__ void differentiate(Scores& scores, Scores& dscores, Packed& weights, const Shifts& shifts, int first,
-                                                  bool hides, const ColumnBits<2, kWords>& bits);
+    // The products begin at -lse / scale and at -delta, so that nobody waits for either between them: reads of shared memory queue behind
+    // those of the products. With a softcap lse comes after the cap.
+    __device__ __forceinline__ void begin_products(Scores& scores, Scores& dscores) {
+        Shifts lse, delta;
+        if constexpr (!Traits::kSoftcap) read_stats(lse, shared.stats[ring.stage()][0]);
+        read_stats(delta, shared.stats[ring.stage()][1]);
+#pragma unroll
+        for (int i = 0; i < Traits::kCols / 2; ++i) {
+            if constexpr (!Traits::kSoftcap) scores[i] = lse[i / 4 * 2 + i % 2];
+            dscores[i] = delta[i / 4 * 2 + i % 2];
+        }
+    }
+    __device__ __forceinline__ void weigh(Scores& scores, bool hides, const ColumnBits<2, kWords>& bits);
+    __device__ __forceinline__ void differentiate(Scores& scores, Scores& dscores, Packed& weights, bool hides,
+                                                  const ColumnBits<2, kWords>& bits);
     __device__ __forceinline__ void store(void* to, const Item& item, const Sums& values, float scale);
 };
 
@@ -188,47 +199,41 @@ __device__ __forceinline__ ColumnBits<2, BackwardMath<Traits>::kWords> BackwardM
     return bits;
 }
 
-// scores -> softmax weights; with a softcap only -> tanh, the slope of the cap needs it. `first`: where the statistics of this thread's
-// first column are.
+// scores -> softmax weights; with a softcap only -> tanh, the slope of the cap needs it.
 template <class Traits>
-__device__ __forceinline__ void BackwardMath<Traits>::weigh(Scores& scores, const Shifts& shifts, int first, bool hides,
-                                                            const ColumnBits<2, kWords>& bits) {
+__device__ __forceinline__ void BackwardMath<Traits>::weigh(Scores& scores, bool hides, const ColumnBits<2, kWords>& bits) {
     if constexpr (Traits::kSoftcap) {
 #pragma unroll
         for (int i = 0; i < Traits::kCols / 2; ++i) scores[i] = tanh_exact(scores[i] * params.scale_softcap);
     } else {
 #pragma unroll
-        for (int j = 0; j < Traits::kCols / 8; ++j) {
-            const float2 shift = {shifts[2 * j], shifts[2 * j + 1]};
-#pragma unroll
-            for (int i = 4 * j; i < 4 * j + 4; ++i) scores[i] = weight(scores[i], i % 2 ? shift.y : shift.x);
-        }
+        for (int i = 0; i < Traits::kCols / 2; ++i) scores[i] = ptx::exp2_fast(scores[i] * params.scale_log2);
         if (hides) hide_columns<kWords>(scores, bits, lane, 0.0f);
     }
 }
 
-// dscores = weights * (dscores - delta), times the slope of the softcap; packs the weights.
+// dscores (of which delta is taken) *= weights, times the slope of the softcap; packs the weights.
 template <class Traits>
-__device__ __forceinline__ void BackwardMath<Traits>::differentiate(Scores& scores, Scores& dscores, Packed& weights, const Shifts& shifts,
-                                                                    int first, bool hides, const ColumnBits<2, kWords>& bits) {
-    const float* lse = shared.stats[ring.stage()][0] + first;
+__device__ __forceinline__ void BackwardMath<Traits>::differentiate(Scores& scores, Scores& dscores, Packed& weights, bool hides,
+                                                                    const ColumnBits<2, kWords>& bits) {
+    const float* shifts = shared.stats[ring.stage()][0] + (flags >> Block::kStartBits & 3) + 2 * (lane % 4);
 #pragma unroll
     for (int j = 0; j < Traits::kCols / 8; ++j) {
-        const float2 shift = {shifts[2 * j], shifts[2 * j + 1]};
         if constexpr (Traits::kSoftcap) {
-            const float2 top = {lse[8 * j], lse[8 * j + 1]};
+            const float2 shift = {shifts[8 * j], shifts[8 * j + 1]};
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = 4 * j + 2 * r;
-                float2 pair = {weight(scores[i], top.x), weight(scores[i + 1], top.y)};
+                float2 pair = {ptx::exp2_fast(fmaf(scores[i], params.scale_log2, shift.x)),
+                               ptx::exp2_fast(fmaf(scores[i + 1], params.scale_log2, shift.y))};
                 if (hides) pair = {sees(bits, j, r, 0, lane) ? pair.x : 0.0f, sees(bits, j, r, 1, lane) ? pair.y : 0.0f};
                 weights[2 * j + r] = ptx::pack<T>(pair.x, pair.y);
-                dscores[i] = pair.x * (dscores[i] - shift.x) * (1.0f - scores[i] * scores[i]);
-                dscores[i + 1] = pair.y * (dscores[i + 1] - shift.y) * (1.0f - scores[i + 1] * scores[i + 1]);
+                dscores[i] *= pair.x * (1.0f - scores[i] * scores[i]);
+                dscores[i + 1] *= pair.y * (1.0f - scores[i + 1] * scores[i + 1]);
             }
         } else {
 #pragma unroll
-            for (int i = 4 * j; i < 4 * j + 4; ++i) dscores[i] = scores[i] * (dscores[i] - (i % 2 ? shift.y : shift.x));
+            for (int i = 4 * j; i < 4 * j + 4; ++i) dscores[i] *= scores[i];
         }
     }
     if (hides) hide_columns<kWords>(dscores, bits, lane, 0.0f);  // again: 0 * NaN of an unseen v or dout is not 0
@@ -240,29 +245,26 @@ template <class Traits>
 __device__ __forceinline__ bool BackwardMath<Traits>::step(Sums& dk, Sums& dv) {
     Scores scores, dscores;
     Packed weights, dweights;
+    begin_products(scores, dscores);
     const int stage = ring.stage();
     if ((flags & 0xFF) != Traits::kCols) clear_missing(stage);
-    const int first = (flags >> Block::kStartBits & 3) + 2 * (lane % 4);  // statistics of this thread's first column
     ptx::pin(scores);
     ptx::pin(dscores);
     ptx::wgmma_fence();
-    issue_transposed(scores, shared.k, shared.q[stage]);
+    issue_transposed(scores, shared.k, shared.q[stage], !Traits::kSoftcap);
     ptx::mbarrier_wait(&shared.dout_full[stage], ring.parity());
     ptx::wgmma_fence();
-    issue_transposed(dscores, shared.v, shared.dout[stage]);
+    issue_transposed(dscores, shared.v, shared.dout[stage], true);
     // A short tile's missing rows are not in the list; their weight would be exp(-lse), which can be infinite.
     const bool hides = (flags & (Block::kEdge | Block::kShort)) != 0;
     ColumnBits<2, kWords> bits;
     if (hides) bits = visible(shared.block[stage]);
-    Shifts lse, delta;
-    if constexpr (!Traits::kSoftcap) read_stats(lse, shared.stats[stage][0] + first);
     ptx::wgmma_wait<1>();
     ptx::pin(scores);
-    weigh(scores, lse, first, hides, bits);
-    read_stats(delta, shared.stats[stage][1] + first);
+    weigh(scores, hides, bits);
     ptx::wgmma_wait<0>();
     ptx::pin(dscores);
-    differentiate(scores, dscores, weights, delta, first, hides, bits);
+    differentiate(scores, dscores, weights, hides, bits);
     pack_all(dweights, dscores);
 
     issue_sums(dv, weights, shared.dout[stage]);

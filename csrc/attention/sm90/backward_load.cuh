@@ -43,7 +43,7 @@ struct alignas(1024) BackwardShared {
     typename Traits::T dout[Traits::kStages][Traits::kCols * Traits::kDim];
     typename Traits::T dscores[2][Traits::kRows * Traits::kCols];      // two rounds: a warpgroup may write the next while the other reads
     float dq[Traits::kGroups][2][64 * 32];                             // per warpgroup, two boxes of 32 columns
-    alignas(128) float stats[Traits::kStages][2][Traits::kStatsCols];  // lse in base 2, delta
+    alignas(128) float stats[Traits::kStages][2][Traits::kStatsCols];  // see stats.h
     BlockSlot block[Traits::kStages];
     ItemQueue queue;
     Item item;  // its head is the kv head

@@ -18,7 +18,7 @@ constexpr float kLog2e = 1.4426950408889634f;
 // Scales and tensor maps that both passes know by the same names.
 template <class Params>
 void set_scales(Params& params, const AttentionShape& shape) {
-    const float scale = std::max(shape.softmax_scale, 1e-30f);  // as in the forward
+    const float scale = least_scale(shape);
     params.scale = scale;
     params.scale_log2 = (kSoftcap ? shape.softcap : scale) * kLog2e;
     params.scale_softcap = kSoftcap ? scale / shape.softcap : 0;

@@ -56,7 +56,7 @@ struct DqParams {
     Schedule schedule;
     int32_t total_q, total_k, num_heads_q, heads_per_group;
     float scale_log2, scale_softcap, scale;  // as in BackwardParams
-    const float* stats;                      // [num_heads_q, 2, stats_stride]: lse in base 2, delta
+    const float* stats;                      // [num_heads_q, 2, stats_stride], see stats.h
     int64_t stats_stride;
     float* dq;
 };
@@ -202,8 +202,8 @@ __device__ __forceinline__ void DqMath<Traits>::run() {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (row + 8 * r >= item.row_end) continue;
-            lse[r] = __ldg(stats + row + 8 * r);
-            delta[r] = __ldg(stats + params.stats_stride + row + 8 * r);
+            lse[r] = __ldg(stats + row + 8 * r) * (Traits::kSoftcap ? -1.0f : -params.scale_log2);
+            delta[r] = -__ldg(stats + params.stats_stride + row + 8 * r);
         }
         Sums dq;
 #pragma unroll

@@ -35,22 +35,23 @@ struct ForwardTraits {
     static constexpr int kGroups = kRows / 64;  // multiplying warpgroups
     static constexpr int kThreads = 128 * (kGroups + 1);
     static constexpr int kStages = 2;
-    static constexpr int kHalves = kDim / 64;  // 128-byte wide columns of a row
+    static constexpr int kTiles = kCols <= 128 ? 2 : 1;  // of queries: the next one is loaded early where there is room for it
+    static constexpr int kHalves = kDim / 64;            // 128-byte wide columns of a row
     static constexpr int kLoadRegisters = 40;
     static constexpr int kMathRegisters = 232;
 };
 
 template <class Traits>
 struct alignas(1024) ForwardShared {
-    typename Traits::T q[Traits::kRows * Traits::kDim];
+    typename Traits::T q[Traits::kTiles][Traits::kRows * Traits::kDim];
     typename Traits::T k[Traits::kStages][Traits::kCols * Traits::kDim];
     typename Traits::T v[Traits::kStages][Traits::kCols * Traits::kDim];
     typename Traits::T out[Traits::kRows * Traits::kDim];
     BlockSlot block[Traits::kStages];
     ItemQueue queue;
-    Item item;  // tile < 0: no more work
-    int32_t has_blocks;
-    uint64_t q_full, q_empty;
+    Item item[Traits::kTiles];  // row_begin < 0: no more work
+    int32_t has_blocks[Traits::kTiles];
+    uint64_t q_full[Traits::kTiles], q_empty[Traits::kTiles];
     uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
     uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
 };
@@ -78,21 +79,22 @@ __device__ __forceinline__ void load_forward(const ForwardParams& params, Forwar
     constexpr int kBlockBytes = Traits::kCols * Traits::kDim * 2;
     ptx::Ring<Traits::kStages> ring;
 #pragma unroll 1
-    for (uint32_t items = 0;; ++items) {
-        ptx::mbarrier_wait(&shared.queue.full, items & 1);
+    for (ptx::Ring<Traits::kTiles> tiles;; tiles.advance()) {
+        ptx::mbarrier_wait(&shared.queue.full, tiles.moved & 1);
         volatile int32_t* record = shared.queue.item;
-        ptx::mbarrier_wait(&shared.q_empty, ~items & 1);
+        const int tile = tiles.stage();
+        ptx::mbarrier_wait(&shared.q_empty[tile], tiles.free_parity());
         int32_t segment_idx = record[2];
-        shared.item = {record[0], record[1], shared.queue.row_end};
-        shared.has_blocks = segment_idx < record[3];
+        shared.item[tile] = {record[0], record[1], shared.queue.row_end};
+        shared.has_blocks[tile] = segment_idx < record[3];
         if (segment_idx == record[3]) {
-            ptx::mbarrier_arrive(&shared.q_full);
+            ptx::mbarrier_arrive(&shared.q_full[tile]);
             if (record[0] < 0) return;
             ptx::mbarrier_arrive(&shared.queue.empty);
             continue;
         }
-        ptx::mbarrier_arrive_expect(&shared.q_full, Traits::kRows * Traits::kDim * 2);
-        ptx::tma_load(shared.q, &params.q, &shared.q_full, 0, record[0], 0, record[1]);
+        ptx::mbarrier_arrive_expect(&shared.q_full[tile], Traits::kRows * Traits::kDim * 2);
+        ptx::tma_load(shared.q[tile], &params.q, &shared.q_full[tile], 0, record[0], 0, record[1]);
 
         const int32_t kv_head = record[1] / params.heads_per_group;
         int4 segment = shared.queue.first_segment;
@@ -134,6 +136,7 @@ struct ForwardMath {
     ForwardShared<Traits>& shared;
     const int group, lane, warp;  // warp of the warpgroup
     ptx::Ring<Traits::kStages> ring;
+    int tile;  // where the queries of the item are
 
     // Warpgroups issue their matrix products in turns; barriers 1 .. kGroups.
     __device__ __forceinline__ void wait_for_turn() { ptx::named_sync(1 + group, 128 * Traits::kGroups); }
@@ -153,7 +156,7 @@ struct ForwardMath {
     __device__ __forceinline__ void issue_scores(float (&scores)[kScores], int stage) {
         ptx::pin(scores);
         ptx::wgmma_fence();
-        issue_rows_by_rows<T, Traits::kDim, Traits::kCols>(scores, shared.q + group * 64 * 64, Traits::kRows * 128, shared.k[stage],
+        issue_rows_by_rows<T, Traits::kDim, Traits::kCols>(scores, shared.q[tile] + group * 64 * 64, Traits::kRows * 128, shared.k[stage],
                                                            kHalfBytes);
     }
 
@@ -263,7 +266,7 @@ __device__ __forceinline__ void ForwardMath<Traits>::attend(const Item& item, fl
             step<false>(pass, out, rows, block);
         pass.block = block;
     }
-    release(&shared.q_empty);
+    release(&shared.q_empty[tile]);
     ptx::mbarrier_wait(&shared.v_full[ring.stage()], ring.parity());
     clear_missing_values(pass.block, ring.stage());
     issue_values(out, pass.weights, ring.stage(), !pass.is_first);
@@ -383,15 +386,17 @@ template <class Traits>
 __device__ __forceinline__ void ForwardMath<Traits>::run() {
     // Turns go 0, 1, .. round and round: before the first one everybody has what the groups after it would have passed on.
     for (int earlier = 0; earlier < group; ++earlier) ptx::named_arrive(1 + earlier, 128 * Traits::kGroups);
-    for (uint32_t q_parity = 0;; q_parity ^= 1) {
-        ptx::mbarrier_wait(&shared.q_full, q_parity);
+    for (ptx::Ring<Traits::kTiles> tiles;; tiles.advance()) {
+        tile = ptx::uniform(tiles.stage());
+        ptx::mbarrier_wait(&shared.q_full[tile], tiles.parity());
         __syncwarp();  // the epilogue before may have left lanes apart, and wgmma wants whole warps
-        const Item item = {ptx::uniform(shared.item.row_begin), ptx::uniform(shared.item.head), ptx::uniform(shared.item.row_end)};
-        const bool has_blocks = ptx::uniform_bool(shared.has_blocks != 0);
+        const Item& told = shared.item[tile];
+        const Item item = {ptx::uniform(told.row_begin), ptx::uniform(told.head), ptx::uniform(told.row_end)};
+        const bool has_blocks = ptx::uniform_bool(shared.has_blocks[tile] != 0);
         if (item.row_begin < 0) break;
         if (!has_blocks) {
             __syncwarp();
-            release(&shared.q_empty);
+            release(&shared.q_empty[tile]);
             finish_empty(item);
             continue;
         }
@@ -415,8 +420,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
         ptx::prefetch_map(&params.out);
         constexpr int kWarps = 4 * Traits::kGroups;
         shared.queue.init();
-        ptx::mbarrier_init(&shared.q_full, 1);
-        ptx::mbarrier_init(&shared.q_empty, kWarps);
+        for (int tile = 0; tile < Traits::kTiles; ++tile) {
+            ptx::mbarrier_init(&shared.q_full[tile], 1);
+            ptx::mbarrier_init(&shared.q_empty[tile], kWarps);
+        }
         for (int stage = 0; stage < Traits::kStages; ++stage) {
             ptx::mbarrier_init(&shared.k_full[stage], 1);
             ptx::mbarrier_init(&shared.v_full[stage], 1);
@@ -433,7 +440,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(const __gr
     } else {
         ptx::raise_registers<Traits::kMathRegisters>();
         ForwardMath<Traits> math{params, shared, group - 1, static_cast<int>(threadIdx.x % 32), static_cast<int>(threadIdx.x % 128 / 32),
-                                 {}};
+                                 {},     0};
         math.run();
     }
 }

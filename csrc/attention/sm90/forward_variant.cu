@@ -21,8 +21,7 @@ int launch(const ForwardArgs& args, cudaStream_t stream) {
     params.num_heads_q = shape.num_heads_q;
     params.heads_per_group = group;
     constexpr float kLog2e = 1.4426950408889634f;
-    // A scale of 0 would turn the -inf of a hidden score into NaN; this one gives the same weights.
-    const float scale = std::max(shape.softmax_scale, 1e-30f);
+    const float scale = least_scale(shape);
     params.scale_natural = Traits::kSoftcap ? shape.softcap : scale;
     params.scale_log2 = params.scale_natural * kLog2e;
     params.scale_softcap = Traits::kSoftcap ? scale / shape.softcap : 0;

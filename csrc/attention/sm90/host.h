@@ -56,6 +56,9 @@ inline int refuse(const Work& work, const char* kernel) {
                 std::to_string(work.block_cols) + " columns, no " + kernel + " kernel has such; see the magi_ffa_*_tile functions");
 }
 
+// Of the scores. 0 would turn the -inf of a hidden score into NaN; this one gives the same weights.
+inline float least_scale(const AttentionShape& shape) { return std::max(shape.softmax_scale, 1e-30f); }
+
 // As many groups of heads together as stay in about half of an H200's L2, but enough for a section to end evenly by itself.
 inline Schedule make_schedule(const Work& work, int32_t num_heads, int32_t heads_per_group, int64_t bytes_per_group, int32_t num_sms,
                               int32_t items_per_sm, int32_t* counter) {

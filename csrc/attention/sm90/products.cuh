@@ -12,15 +12,16 @@
 
 namespace magi::sm90 {
 
-// acc = 64 rows of a tile times all N rows of a block, summed over kDim. *_column: bytes from one column to the next. The caller fences.
+// acc (+)= 64 rows of a tile times all N rows of a block, summed over kDim. *_column: bytes from one column to the next. The caller fences.
 template <class T, int kDim, int N>
-__device__ __forceinline__ void issue_rows_by_rows(float (&acc)[N / 2], const T* rows, int rows_column, const T* block, int block_column) {
+__device__ __forceinline__ void issue_rows_by_rows(float (&acc)[N / 2], const T* rows, int rows_column, const T* block, int block_column,
+                                                   bool accumulate = false) {
     const uint64_t a = ptx::operand(rows), b = ptx::operand(block);
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
         const int column = step / 4, within = 32 * (step % 4);
         ptx::Wgmma<T, N, false, false>::ss(acc, ptx::advance(a, column * rows_column + within),
-                                           ptx::advance(b, column * block_column + within), step != 0);
+                                           ptx::advance(b, column * block_column + within), accumulate || step != 0);
     }
     ptx::wgmma_commit();
 }

@@ -1,5 +1,5 @@
-// What the backward needs of every (query, head) beside its vectors: lse in base 2 and delta, head-major so that a block loads them in one
-// copy.
+// What the backward adds to the products of every (query, head): -lse in units of the raw scores (with a softcap in base 2, after the cap)
+// and -delta, head-major so that a block loads them in one copy.
 #pragma once
 
 #include <cuda_runtime.h>

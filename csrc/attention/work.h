@@ -30,6 +30,7 @@ static_assert(sizeof(WorkSegment) == 16 && sizeof(WorkPiece) == 24, "records are
 
 struct Work {
     const int32_t* order;            // [num_tiles] tile ids by falling cost, ties by id
+    const int32_t* near_order;       // [num_tiles] tile ids, those that read the same columns side by side; null: as order
     const int32_t* segment_offsets;  // [num_tiles + 1]
     const WorkSegment* segments;
     const WorkPiece* pieces;

@@ -71,8 +71,8 @@ void op_work_list(const Arrays& inputs, Arrays& outputs) {
 }
 
 // slices int32 [N, 6], num_rows, tile_rows, block_cols, transposed (0 or 1), fitted (0 or 1) -> packed int32 (PackedTileWork), costs int32
-// [num_tiles], layout int64: num_tiles, offset_order, offset_segment_offsets, offset_cuts (-1 without cuts), offset_segments,
-// offset_pieces, num_segments, num_pieces.
+// [num_tiles], layout int64: num_tiles, offset_order, offset_segment_offsets, offset_near_order and offset_cuts (-1 without),
+// offset_segments, offset_pieces, num_segments, num_pieces.
 void op_tile_work(const Arrays& inputs, Arrays& outputs) {
     const int64_t num_rows = inputs.scalar("num_rows");
     const TileShape shape{inputs.scalar("tile_rows"), inputs.scalar("block_cols")};
@@ -83,7 +83,8 @@ void op_tile_work(const Arrays& inputs, Arrays& outputs) {
     PackedTileWork packed = pack(work);
     const auto num_segments = static_cast<int64_t>(work.segments.size()), num_pieces = static_cast<int64_t>(work.pieces.size());
     outputs.set("layout", std::vector<int64_t>{static_cast<int64_t>(work.order.size()), packed.offset_order, packed.offset_segment_offsets,
-                                               packed.offset_cuts, packed.offset_segments, packed.offset_pieces, num_segments, num_pieces});
+                                               packed.offset_near_order, packed.offset_cuts, packed.offset_segments, packed.offset_pieces,
+                                               num_segments, num_pieces});
     outputs.set("packed", std::move(packed.values));
     outputs.set("costs", std::move(work.costs));
 }

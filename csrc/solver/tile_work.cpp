@@ -11,6 +11,7 @@
 
 #include "base/arrays.h"
 #include "base/tile_cost.h"
+#include "solver/tile_order.h"
 #include "solver/tile_rows.h"
 #include "solver/work_list.h"
 
@@ -182,10 +183,9 @@ TileWork build_tile_work(std::span<const Slice> slices, int64_t num_rows, TileSh
     work.costs.reserve(num_tiles);
     TileBuilder builder(work, shape.block_cols);
     for (int64_t tile = 0; tile < rows.num_tiles(); ++tile) builder.add_tile(list.pieces_of(tile), rows.end(tile) - rows.begin(tile));
-    work.order.resize(num_tiles);
-    std::iota(work.order.begin(), work.order.end(), 0);
-    std::stable_sort(work.order.begin(), work.order.end(),
-                     [&](int32_t a, int32_t b) { return work.costs[static_cast<size_t>(a)] > work.costs[static_cast<size_t>(b)]; });
+    work.order = order_by_cost(work.costs);
+    work.near_order = order_by_cluster(work);
+    if (work.near_order == work.order) work.near_order.clear();
     return work;
 }
 
@@ -215,6 +215,10 @@ PackedTileWork pack(const TileWork& work) {
     packed.offset_order = kHeader;
     packed.offset_segment_offsets = packed.offset_order + num_tiles;
     int64_t end = packed.offset_segment_offsets + num_tiles + 1;
+    if (!work.near_order.empty()) {
+        packed.offset_near_order = end;
+        end += num_tiles;
+    }
     if (!work.cuts.empty()) {
         packed.offset_cuts = end;
         end += num_tiles + 1;
@@ -233,6 +237,7 @@ PackedTileWork pack(const TileWork& work) {
     };
     put(packed.offset_order, work.order);
     put(packed.offset_segment_offsets, work.segment_offsets);
+    put(packed.offset_near_order, work.near_order);
     put(packed.offset_cuts, work.cuts);
     put(packed.offset_segments, work.segments);
     put(packed.offset_pieces, work.pieces);

@@ -18,6 +18,7 @@ struct TileSegment {
 
 struct TileWork {
     std::vector<int32_t> order;            // [num_tiles] by falling cost, ties by id; tiles without work last
+    std::vector<int32_t> near_order;       // [num_tiles] tiles that read the same columns side by side; empty where that is `order`
     std::vector<int32_t> segment_offsets;  // [num_tiles + 1]
     std::vector<TileSegment> segments;
     std::vector<Slice> pieces;   // WorkPiece: rows of the tile are the queries of the slice
@@ -47,11 +48,12 @@ int64_t uniform_cost(std::span<const Slice> slices, int64_t num_rows, TileShape 
 
 // The list as one int32 array, so that it is uploaded by one copy.
 //   [0] 0: complete (a list built on a device writes its status here)   [1] num_segments   [2] num_pieces   [3] 0
-// then order, segment_offsets, cuts (where there are any), segments (aligned to 4), pieces at the given places.
+// then order, segment_offsets, near_order and cuts (where there are any), segments (aligned to 4), pieces at the given places.
 struct PackedTileWork {
-    static constexpr int64_t kNoCuts = -1;
+    static constexpr int64_t kNone = -1;
     std::vector<int32_t> values;
-    int64_t offset_order = 0, offset_segment_offsets = 0, offset_cuts = kNoCuts, offset_segments = 0, offset_pieces = 0;
+    int64_t offset_order = 0, offset_segment_offsets = 0, offset_near_order = kNone, offset_cuts = kNone, offset_segments = 0,
+            offset_pieces = 0;
 };
 
 PackedTileWork pack(const TileWork& work);

@@ -43,6 +43,7 @@ class Work(ctypes.Structure):
 
     _fields_ = (
         ("order", ctypes.c_void_p),
+        ("near_order", ctypes.c_void_p),
         ("segment_offsets", ctypes.c_void_p),
         ("segments", ctypes.c_void_p),
         ("pieces", ctypes.c_void_p),
@@ -103,7 +104,7 @@ class BackwardArgs(ctypes.Structure):
 
 # The arguments of a forward in parts, because filling a struct field by field takes 5 us: the shape as `forward_head` makes it, kept
 # between calls, its Work, and a tail packed from q to counter, in the order of the fields and with the C compiler's own padding.
-WORK = struct.Struct("@5P4i")
+WORK = struct.Struct("@6P4i")
 FORWARD_TAIL = struct.Struct("@" + 3 * "Pqq" + "PiPPqPiP")
 
 

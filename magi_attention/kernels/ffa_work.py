@@ -36,10 +36,11 @@ class DeviceWork:
         sizes: tuple[int, int, int, int],
         status: int = 0,
         *,
+        offset_near_order: int = -1,
         offset_cuts: int = -1,
         costs: Int32Array | None = None,
     ) -> None:
-        """Offsets of order, segment_offsets, segments and pieces, and of cuts where there are any, count int32 elements of the array.
+        """Offsets of order, segment_offsets, segments and pieces, and of near_order and cuts where there are any, in int32 elements.
 
         sizes are those of a Work.
         """
@@ -48,9 +49,10 @@ class DeviceWork:
         self.status = status
         self.num_tiles, self.costs = sizes[0], costs
         order, segment_offsets, segments, pieces = offsets
-        addresses = (start + 4 * order, start + 4 * segment_offsets, start + 4 * segments, start + 4 * pieces)
+        near_order = start + 4 * offset_near_order if offset_near_order >= 0 else 0
         cuts = start + 4 * offset_cuts if offset_cuts >= 0 else 0
-        self.packed = ffa_library.WORK.pack(*addresses, cuts, *sizes)
+        rest = (start + 4 * segment_offsets, start + 4 * segments, start + 4 * pieces, cuts)
+        self.packed = ffa_library.WORK.pack(start + 4 * order, near_order, *rest, *sizes)
 
     @property
     def record(self) -> ffa_library.Work:
@@ -114,4 +116,5 @@ def _planned(mask: Mask, tile: tuple[int, int], is_transposed: bool, device: tor
         host = tile_work(mask.slices, num_rows, *tile, transposed=is_transposed, fitted=True)
     array = uploaded(host.packed, device, f"the {'backward' if is_transposed else 'forward'} work list of this mask")
     offsets = (host.offset_order, host.offset_segment_offsets, host.offset_segments, host.offset_pieces)
-    return DeviceWork(array, offsets, (host.num_tiles, host.num_rows, *tile), offset_cuts=host.offset_cuts, costs=host.costs)
+    places = {"offset_near_order": host.offset_near_order, "offset_cuts": host.offset_cuts}
+    return DeviceWork(array, offsets, (host.num_tiles, host.num_rows, *tile), **places, costs=host.costs)

@@ -29,6 +29,7 @@ class TileWork:
         num_rows: rows that exist.
         offset_order: of int32 [num_tiles], tile ids by falling cost, ties by id, tiles without work last.
         offset_segment_offsets: of int32 [num_tiles + 1].
+        offset_near_order: of int32 [num_tiles], see `near_order`; -1 where the list has none.
         offset_cuts: of int32 [num_tiles + 1], see `cuts`; -1 where the list has none: tile t begins at row t * tile_rows.
         offset_segments: of int32 [num_segments, 4] (col_begin, col_end, piece_begin, piece_end); a multiple of 4.
         offset_pieces: of int32 [num_pieces, 6] (row_begin, row_end, col_begin, col_end, lo, hi).
@@ -41,6 +42,7 @@ class TileWork:
     num_rows: int
     offset_order: int
     offset_segment_offsets: int
+    offset_near_order: int
     offset_cuts: int
     offset_segments: int
     offset_pieces: int
@@ -54,6 +56,11 @@ class TileWork:
     def order(self) -> Int32Array:
         """int32 [num_tiles], a view."""
         return self.packed[self.offset_order :][: self.num_tiles]
+
+    @property
+    def near_order(self) -> Int32Array:
+        """int32 [num_tiles], tiles that read the same columns side by side, `order` where the list has no other; a view."""
+        return self.packed[self.offset_near_order :][: self.num_tiles] if self.offset_near_order >= 0 else self.order
 
     @property
     def segment_offsets(self) -> Int32Array:
@@ -105,13 +112,14 @@ def tile_work(
     records = _checked(slices, num_rows, transposed)
     sizes = {"num_rows": num_rows, "tile_rows": tile_rows, "block_cols": block_cols}
     found = _native.run("tile_work", slices=records, **sizes, transposed=int(transposed), fitted=int(fitted))
-    num_tiles, order, segment_offsets, cuts, segments, pieces, num_segments, num_pieces = found["layout"].tolist()
+    num_tiles, order, segment_offsets, near_order, cuts, segments, pieces, num_segments, num_pieces = found["layout"].tolist()
     return TileWork(
         packed=found["packed"].astype(np.int32, copy=False),
         num_tiles=num_tiles,
         num_rows=num_rows,
         offset_order=order,
         offset_segment_offsets=segment_offsets,
+        offset_near_order=near_order,
         offset_cuts=cuts,
         offset_segments=segments,
         offset_pieces=pieces,

@@ -90,11 +90,22 @@ void check_packed_cuts() {
     CHECK_EQUAL(work.costs[1], kInteriorBlockCost + 3 * kEdgeBlockCost + kTileCost);
     CHECK_EQUAL(work.costs[3], kInteriorBlockCost + kEdgeBlockCost + kTileCost);
     const PackedTileWork packed = pack(work);
-    CHECK_EQUAL(packed.offset_cuts, packed.offset_segment_offsets + 5);
+    // Tiles 0 and 1 are a document, 2 and 3 another one, which begins in tile 1's rows or after them.
+    CHECK_EQUAL(work.near_order.empty(), packed.offset_near_order == PackedTileWork::kNone);
+    CHECK_EQUAL(packed.offset_cuts, packed.offset_segment_offsets + 5 + static_cast<int64_t>(work.near_order.size()));
     CHECK(packed.offset_segments % 4 == 0 && packed.offset_segments >= packed.offset_cuts + 5);
     CHECK(std::equal(cuts.begin(), cuts.end(), packed.values.begin() + packed.offset_cuts));
     CHECK_EQUAL(packed.values[static_cast<size_t>(packed.offset_segments) + 1], work.segments[0].col_end);
-    CHECK_EQUAL(pack(build_tile_work({}, 301, {128, 64}, false)).offset_cuts, PackedTileWork::kNoCuts);
+    CHECK_EQUAL(pack(build_tile_work({}, 301, {128, 64}, false)).offset_cuts, PackedTileWork::kNone);
+}
+
+void check_near_order() {
+    const TileWork work = build_tile_work(causal_documents({256, 512, 128}), 896, {128, 64}, true);
+    CHECK(work.order == std::vector<int32_t>({2, 3, 0, 4, 1, 5, 6}));
+    CHECK(work.near_order == std::vector<int32_t>({2, 3, 4, 5, 0, 1, 6}));
+    const PackedTileWork packed = pack(work);
+    CHECK(std::equal(work.near_order.begin(), work.near_order.end(), packed.values.begin() + packed.offset_near_order));
+    CHECK(build_tile_work(causal_documents({1024}), 1024, {128, 64}, true).near_order.empty());
 }
 
 void check_costs() {
@@ -135,6 +146,7 @@ int main() {
     }
     check_causal();
     check_packed_cuts();
+    check_near_order();
     check_costs();
     check_empty();
     check_refused([] { build_tile_work({}, -1, {128, 128}, false); });

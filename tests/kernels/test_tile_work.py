@@ -32,7 +32,36 @@ def check(mask: AttnMask, shape: tuple[int, int], transposed: bool, fitted: bool
     assert work.packed[:HEADER].tolist() == [0, work.num_segments, work.num_pieces, 0] and work.offset_segments % 4 == 0
     assert len(work.packed) == work.offset_pieces + 6 * work.num_pieces
     assert [num_blocks(WorkArrays.of(work), tile)[0] for tile in range(work.num_tiles)] == num_interior(mask, work, transposed)
+    assert work.near_order.tolist() == near_order_of(dense, work)
+    assert (work.offset_near_order < 0) == np.array_equal(work.near_order, work.order)
     return work
+
+
+def near_order_of(dense: np.ndarray, work: TileWork) -> list[int]:
+    """Clusters of neighbours in row order, by the first and last column that each tile sees."""
+    clusters: list[list[int]] = []
+    reaches: list[tuple[int, int]] = []
+    for tile, (start, end) in enumerate(itertools.pairwise(work.cuts.tolist())):
+        seen = np.flatnonzero(dense[start:end].any(0))
+        if not len(seen):
+            continue
+        begin, stop = int(seen[0]), int(seen[-1]) + 1
+        widest = max([stop - begin, *(reaches[other][1] - reaches[other][0] for other in (clusters[-1] if clusters else []))])
+        low, high = _union(reaches, clusters[-1]) if clusters else (0, 0)
+        reaches.extend([(0, 0)] * (tile - len(reaches)))
+        reaches.append((begin, stop))
+        if begin >= high or stop <= low or max(high, stop) - min(low, begin) > 2 * widest:
+            clusters.append([tile])
+        else:
+            clusters[-1].append(tile)
+    costs = work.costs.tolist()
+    ordered = sorted(clusters, key=lambda cluster: -max(costs[tile] for tile in cluster))
+    tiles = [tile for cluster in ordered for tile in sorted(cluster, key=lambda tile: -costs[tile])]
+    return tiles + [tile for tile in range(work.num_tiles) if tile not in set(tiles)]
+
+
+def _union(reaches: list[tuple[int, int]], tiles: list[int]) -> tuple[int, int]:
+    return min(reaches[tile][0] for tile in tiles), max(reaches[tile][1] for tile in tiles)
 
 
 def num_interior(mask: AttnMask, work: TileWork, transposed: bool) -> list[int]:
@@ -169,6 +198,16 @@ def test_tiles_begin_at_multiples_of_their_rows() -> None:
 def test_tiles_without_work_come_last() -> None:
     work = tile_work([[130, 140, 0, 9, -(1 << 30), 1 << 30]], 300, 128, 128)
     assert work.order.tolist() == [1, 0, 2] and work.costs.tolist() == [0, 1900, 0]
+
+
+def test_tiles_of_a_document_are_begun_one_after_another() -> None:
+    borders = [0, 256, 768, 896]
+    work = work_of(builders.from_cu_seqlens(borders, borders, causal=True), (128, 64), transposed=True)
+    assert work.order.tolist() == [2, 3, 0, 4, 1, 5, 6], "by cost"
+    assert work.near_order.tolist() == [2, 3, 4, 5, 0, 1, 6], "document by document, the heaviest first"
+    assert work_of(builders.sliding_window(1024, 1024, (None, 0)), (128, 64), transposed=True).offset_near_order == -1
+    window = work_of(builders.sliding_window(8192, 8192, (511, 0)), (128, 64), transposed=True)
+    assert np.abs(np.diff(window.near_order[:-8])).max() <= 8, "neighbours of a window stay neighbours"
 
 
 def test_ids_near_the_limit() -> None:

@@ -29,7 +29,7 @@ def compiled(source: Path, *options: str) -> Path:
     return target
 
 
-_PLANNER = [str(ROOT / "csrc" / "solver" / name) for name in ("tile_work.cpp", "work_list.cpp")]
+_PLANNER = [str(ROOT / "csrc" / "solver" / name) for name in ("tile_order.cpp", "tile_work.cpp", "work_list.cpp")]
 
 
 @functools.cache

@@ -10,7 +10,8 @@
 namespace magi {
 
 // Items run section by section: as many groups of heads together as keep their keys and values in the L2 cache; inside a section
-// tiles by falling cost; inside a tile all heads of the section, so that heads of one group read the same keys at the same time.
+// tiles that read the same columns side by side, in the last section by falling cost, so that all multiprocessors end together; inside a
+// tile all heads of the section, so that heads of one group read the same keys at the same time.
 struct Schedule {
     int32_t num_heads;          // heads that items are made of
     int32_t heads_per_section;  // a multiple of the heads that share keys
@@ -36,7 +37,9 @@ __device__ __forceinline__ TileHead tile_head_at(const Schedule& schedule, const
     const int32_t heads = min(schedule.heads_per_section, schedule.num_heads - first_head);
     const int32_t within = index - section * full;
     const int32_t rank = within / heads;
-    return {__ldg(work.order + rank), first_head + within - rank * heads};
+    const bool is_last = first_head + schedule.heads_per_section >= schedule.num_heads;
+    const int32_t* order = is_last || work.near_order == nullptr ? work.order : work.near_order;
+    return {__ldg(order + rank), first_head + within - rank * heads};
 }
 
 // The next item on its way from the thread that takes it to the thread that loads it. Looking an item up is a chain of four reads of global

@@ -1,3 +1,4 @@
+// Two stable sorts of tile ids, and clusters found in one sweep over tiles in row order.
 #include "solver/tile_order.h"
 
 #include <algorithm>

@@ -175,8 +175,10 @@ def _link(objects: list[Path], library: Path, toolchain: Toolchain) -> None:
     # Hidden visibility leaves the templates of libstdc++ visible; this leaves only ours.
     exports = library.with_name("exports.map")
     exports.write_text(f"{{ global: {EXPORT_PREFIX}*; local: *; }};\n")
-    command = [toolchain.nvcc, *toolchain.link_flags, f"-Xlinker=--version-script={exports}", *map(str, objects), "-o", str(part)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Named as the linker, run in its folder, finds it: nvcc splits what follows -Xlinker= at blanks, which a path may have.
+    script = f"-Xlinker=--version-script={exports.name}"
+    command = [toolchain.nvcc, *toolchain.link_flags, script, *(str(path.resolve()) for path in objects), "-o", part.name]
+    done = subprocess.run(command, cwd=library.parent, capture_output=True, text=True, check=False)
     if done.returncode:
         part.unlink(missing_ok=True)
         raise BuildError(f"the kernels do not link:\n{' '.join(command)}\n{(done.stdout + done.stderr)[-4000:].rstrip()}")

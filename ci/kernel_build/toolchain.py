@@ -94,7 +94,7 @@ def candidates() -> list[Path]:
 def find_toolchain(places: Sequence[Path] | None = None) -> tuple[Toolchain | None, str]:
     """(the first nvcc that is new enough, "") or (None, why not); of `places`, or of everywhere one may be."""
     refused = []
-    for path in candidates() if places is None else places:
+    for path in map(Path.absolute, candidates() if places is None else places):  # steps run in folders of their own
         if not path.is_file():
             continue
         version, ptxas = _version(path), _version(path.with_name("ptxas"))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from magi_attention._build_record import Refusal, TorchHere, refusal_of_cuda, refusal_of_loading, torch_here
+from magi_attention._whole_file import reason_cut_off
 
 LIBRARY_NAME = "_ffa.so"
 
@@ -44,6 +45,8 @@ def load(path: Path) -> LoadedLibrary:
         )
     fix = "install the package again, or in a source tree: make kernels ARGS=--inplace"
     try:
+        if reason := reason_cut_off(path):
+            return LoadedLibrary(None, f"{reason}; {fix}", is_damaged=True)
         handle = ctypes.CDLL(str(path))
         for name in ("magi_ffa_variants", "magi_ffa_build_info", "magi_ffa_error"):
             function = getattr(handle, name)

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from magi_attention._build_record import refusal_of_loading
+from magi_attention._build_record import FROM_SOURCE, refusal_of_loading
+from magi_attention._whole_file import reason_cut_off
 from magi_attention.errors import InputError, InstallError
 
 IntArray = npt.NDArray[np.integer]
@@ -24,12 +25,18 @@ def _library() -> ctypes.CDLL:
             f"magi_attention was imported from {folder}, which has no compiled solver (_solver*.so); "
             "install the package (pip install .) or build in place (python setup.py build_ext --inplace)"
         )
+    fix = f"install the package again, or in a clone: {FROM_SOURCE}"
     try:
+        if reason := reason_cut_off(found[0]):
+            raise InstallError(f"{reason}; {fix}")
         lib = ctypes.CDLL(str(found[0]))
     except OSError as error:
         if (refusal := refusal_of_loading(error, found[0])) is not None:
             raise InstallError(str(refusal)) from None
-        raise
+        raise InstallError(f"{found[0]} does not load: {error}; {fix}") from None
+    for name in ("magi_run", "magi_arrays_new", "magi_build_info"):
+        if not hasattr(lib, name):
+            raise InstallError(f"{found[0]} is of another version of this package, it has no {name}; {fix}")
     lib.magi_arrays_new.restype = ctypes.c_void_p
     lib.magi_arrays_free.argtypes = [ctypes.c_void_p]
     lib.magi_arrays_set.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from magi_attention import _ffa_library
+from magi_attention._whole_file import reason_cut_off
 from tests.rules.tree import PACKAGE, ROOT
 
 
@@ -23,6 +27,36 @@ def test_damaged_library_is_told_apart(tmp_path: Path) -> None:
     path.write_bytes(b"")
     loaded = _ffa_library.load(path)
     assert loaded.handle is None and loaded.is_damaged and "does not load" in loaded.error
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
+def test_a_file_that_was_cut_off_is_told_and_never_mapped(share: float, tmp_path: Path) -> None:
+    whole = next(PACKAGE.glob("_solver*.so"))
+    path = tmp_path / "_ffa.so"
+    path.write_bytes(whole.read_bytes()[: int(whole.stat().st_size * share)])
+    loaded = _ffa_library.load(path)  # mapped, it would end the process with SIGBUS
+    assert loaded.handle is None and loaded.is_damaged
+    assert re.search(rf"was cut off: it has {path.stat().st_size} of at least {whole.stat().st_size} bytes; install", loaded.error)
+    assert reason_cut_off(whole) == "" and not reason_cut_off(Path(__file__))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda whole: whole[: len(whole) // 2], "was cut off"),
+        (lambda _: b"", "does not load"),
+        (lambda _: b"not a library", "does not load"),
+    ],
+    ids=["cut off", "empty", "another file"],
+)
+def test_a_damaged_solver_is_one_sentence(damage: Callable[[bytes], bytes], told: str, tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "magi_attention", ignore=shutil.ignore_patterns("__pycache__", "_ffa.so"))
+    solver = next((tmp_path / "magi_attention").glob("_solver*.so"))
+    solver.write_bytes(damage(solver.read_bytes()))
+    code = "from magi_attention import _native; _native.run('work_list')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("magi_attention.errors.InstallError") and told in last and "install" in last
 
 
 def test_another_library_is_refused() -> None:

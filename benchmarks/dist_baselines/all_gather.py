@@ -10,6 +10,7 @@ while the others arrive, and computes their gradients while the reduce-scatter r
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,10 @@ from magi_attention.kernels.attention import (
     prepare,
 )
 from magi_attention.mask import AttnMask
+
+# Newer torch has them under other names and warns of the old ones.
+_all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class AllGather:
@@ -99,7 +104,7 @@ class _Gather:
         self._sent = [_filled_up(x, share) for x in (k, v)]
         self._whole = [x.new_empty((share * group.size, *x.shape[1:])) for x in (k, v)]
         for whole, sent in zip(self._whole, self._sent, strict=True):
-            self._works.append(dist.all_gather_into_tensor(whole, sent, group=group.flat, async_op=True))
+            self._works.append(_all_gather(whole, sent, group=group.flat, async_op=True))
 
     def wait(self) -> list[Tensor]:
         for work in self._works:
@@ -117,7 +122,7 @@ class _ScatterSum:
             return
         self._sums = [x.new_empty((x.shape[0] // group.size, *x.shape[1:])) for x in partials]
         for total, partial in zip(self._sums, partials, strict=True):
-            self._works.append(dist.reduce_scatter_tensor(total, partial, group=group.flat, async_op=True))
+            self._works.append(_reduce_scatter(total, partial.contiguous(), group=group.flat, async_op=True))
 
     def wait(self) -> list[Tensor]:
         for work in self._works:
@@ -126,9 +131,9 @@ class _ScatterSum:
 
 
 def _filled_up(x: Tensor, num_rows: int) -> Tensor:
-    """x itself, or a copy with rows of zeros after it."""
+    """x itself, contiguous, or a copy with rows of zeros after it."""
     if x.shape[0] == num_rows:
-        return x
+        return x.contiguous()
     longer = x.new_zeros((num_rows, *x.shape[1:]))
     longer[: x.shape[0]] = x
     return longer

@@ -100,10 +100,10 @@ class _Hop:
     """Tensors on their way to the next rank, those of the rank before arriving. Whoever has no rows to send or get leaves that out."""
 
     def __init__(self, group: CommGroup, sent: Sequence[Tensor], num_rows: int, first_tag: int) -> None:
-        self._sent = tuple(sent)  # alive until they have left
+        self._sent = tuple(x.contiguous() for x in sent)  # alive until they have left
         self._arriving = [x.new_empty((num_rows, *x.shape[1:])) for x in sent]
         after, before = (group.members[(group.rank + turn) % group.size] for turn in (1, -1))
-        ends = [(dist.isend, x, after, tag) for tag, x in enumerate(sent, first_tag)]
+        ends = [(dist.isend, x, after, tag) for tag, x in enumerate(self._sent, first_tag)]
         ends += [(dist.irecv, x, before, tag) for tag, x in enumerate(self._arriving, first_tag)]
         batch = [dist.P2POp(start, x, peer, group.flat, tag) for start, x, peer, tag in ends if x.numel()]
         self._works = dist.batch_isend_irecv(batch) if batch else []

@@ -74,7 +74,7 @@ def _check_heads(heads: Heads, num_ranks: int) -> None:
         )
     if num_kv % num_ranks and num_ranks % num_kv:
         raise InputError(
-            f"num_heads_kv={num_kv} and {num_ranks} ranks: neither divides the other, so key heads cannot be shared out or repeated evenly; "
+            f"num_heads_kv={num_kv} and {num_ranks} ranks: neither divides the other, so key heads can be neither shared out nor repeated; "
             "use another number of ranks, or a method that divides tokens (ring, all_gather, magi)"
         )
 
@@ -101,16 +101,16 @@ class _ToHeads:
 
 
 class _ToTokens:
-    """[all rows, H / ranks, D], contiguous, on its way to [local rows, H, D]."""
+    """[all rows, H / ranks, D] on its way to [local rows, H, D]."""
 
     def __init__(self, group: CommGroup, x: Tensor, num_rows: list[int]) -> None:
-        self._size, self._sent, self._arrived, self._works = group.size, x, x, list[dist.Work]()
+        self._size, self._sent, self._arrived, self._works = group.size, x.contiguous(), x, list[dist.Work]()
         if group.is_single:
             return
         self._own = num_rows[group.rank]
         self._arrived = x.new_empty((group.size * self._own, *x.shape[1:]))
         splits = [self._own] * group.size
-        self._works.append(dist.all_to_all_single(self._arrived, x, splits, num_rows, group=group.flat, async_op=True))
+        self._works.append(dist.all_to_all_single(self._arrived, self._sent, splits, num_rows, group=group.flat, async_op=True))
 
     def wait(self) -> Tensor:
         if not self._works:

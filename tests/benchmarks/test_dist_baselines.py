@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.dist_baselines import METHODS, Heads, LocalAttention, options_for, ring, shards
-from magi_attention.comm import comm_group
+from benchmarks import bench_dist
+from benchmarks.dist_baselines import METHODS, Heads, LocalAttention, Result, Ring, options_for, ring, shards
+from benchmarks.ffa_cells import Cell
+from magi_attention.comm import SINGLE, comm_group
 from magi_attention.errors import InputError
 from magi_attention.mask import AttnMask, builders
 from magi_attention.testing.masks import random_mask, random_slices
@@ -210,3 +215,96 @@ def test_a_hop_is_in_flight_during_each_kernel_but_the_last(rank_pool: RankPool)
     first, middle, last = "start kernel wait start", "start kernel wait wait start", "kernel wait start wait"
     for log in rank_pool.run(4, order_on_rank):
         assert " ".join(log) == f"{forward} {first} {middle} {middle} {last}"
+
+
+# ---- the benchmark ----
+
+SMALL = ["--sizes", "96", "--heads", "4/2", "--head-dim", "16"]
+
+
+def drawn(**changes: Any) -> bench_dist.Problem:
+    cell = dataclasses.replace(Cell("causal", 48, 4, 2, 16, "float32"), **changes)
+    heads = Heads(cell.num_heads_q, cell.num_heads_kv, cell.head_dim)
+    return bench_dist.draw(cell, SINGLE, torch.device("cpu"), options_for(heads))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_right_methods_pass_the_gate(dtype: str) -> None:
+    problem = drawn(dtype=dtype)
+    bench_dist.measure_kernel(problem, ("fwd", "bwd"))
+    for row in bench_dist.measure(problem, "ring", METHODS["ring"], ("fwd", "bwd")):
+        assert row.status == "ok" and row.ms > 0 and row.repeats >= 5 and row.kernel_tflops > 0 and row.ratio > 0 and row.balance == 1
+        assert row.error_ratio <= 1 and row.collectives == "none"
+
+
+class Spoiled(Ring):
+    """Right but for what `spoil` does to (out, dq, dk, dv)."""
+
+    spoil: Any = None
+
+    def forward(self, *tensors: torch.Tensor) -> Result:
+        result = super().forward(*tensors)
+        return dataclasses.replace(result, out=self.spoil("out", result.out))
+
+    def backward(self, result: Result, dout: torch.Tensor) -> Any:
+        return tuple(self.spoil(name, x) for name, x in zip(("dq", "dk", "dv"), super().backward(result, dout), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("wrong_one", ["out", "dq", "dk", "dv"])
+@pytest.mark.parametrize("how", ["a row", "a number", "all a little"])
+def test_wrong_results_are_not_timed(wrong_one: str, how: str, dtype: str) -> None:
+    def spoil(name: str, x: torch.Tensor) -> torch.Tensor:
+        if name != wrong_one:
+            return x
+        x = x * 1.1 if how == "all a little" else x.clone()
+        if how == "a row":
+            x[20, -1] = x[21, -1]
+        elif how == "a number":
+            x[0, 0, 0] = float("nan")  # of a head that is not compared
+        return x
+
+    made = type("Made", (Spoiled,), {"spoil": staticmethod(spoil)})
+    for row in bench_dist.measure(drawn(dtype=dtype), "made", made, ("fwd", "bwd")):
+        assert row.status == "wrong" and row.error_ratio > 1 and row.ms == 0 and row.note
+
+
+def test_pairs_that_are_left_out_are_seen() -> None:
+    class Short(Ring):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.area -= 1
+
+    (row,) = bench_dist.measure(drawn(), "short", Short, ("fwd",))
+    assert row.status == "wrong" and "1175 pairs" in row.note and "1176" in row.note
+
+
+def test_the_command_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.csv"
+    assert bench_dist.main(["--ranks", "2", *SMALL, "--csv", str(path), "--commit", "0123abc"]) == 0
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    wanted = {(mask, op, name) for mask in bench_dist.MASKS for op in ("fwd", "bwd") for name in ("kernel", *METHODS)}
+    assert {(row["mask"], row["op"], row["method"]) for row in rows} == wanted and len(rows) == len(wanted)
+    assert {row["status"] for row in rows} == {"ok"} and {row["ranks"] for row in rows} == {"2"}
+    assert {row["commit"] for row in rows} == {"0123abc"} and all(row["machine"] and row["torch"] for row in rows)
+    assert all(float(row["ms"]) > 0 and float(row["balance"]) >= 1 for row in rows)
+    assert capfd.readouterr().out.count("best other") == 8
+
+
+def test_refusals_and_the_budget(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.csv"
+    few = ["--ranks", "2", "--masks", "full", "--heads", "3/3", "--sizes", "64", "--head-dim", "16", "--passes", "fwd"]
+    assert bench_dist.main([*few, "--methods", "ulysses,ring", "--csv", str(path)]) == 0
+    with path.open(newline="") as file:
+        status = {row["method"]: (row["status"], row["note"]) for row in csv.DictReader(file)}
+    assert status["ulysses"][0] == "refused" and "num_heads_q=3" in status["ulysses"][1] and status["ring"][0] == "ok"
+    assert bench_dist.main([*few, "--budget-seconds", "-1"]) == 0
+    assert "left out for --budget-seconds -1:\n  full 64 3/3" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--masks", "diagonal"], ["--methods", "ring,rings"], ["--heads", "4/3"], ["--sizes", "many"]], ids=str)
+def test_wrong_arguments_are_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_dist.arguments(argv)
+    assert argv[0] in capsys.readouterr().err

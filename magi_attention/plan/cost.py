@@ -42,6 +42,7 @@ class Machine:
         host_us: fixed cost of one compute step (launch, merge bookkeeping).
         overlap_slowdown: compute takes this many times longer while an exchange runs.
         element_bytes: of q, k, v.
+        gpus_per_node: with NVLink between all of them and one network card (400 Gb/s) each.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Machine:
     host_us: float
     overlap_slowdown: float
     element_bytes: int
+    gpus_per_node: int = 8  # HGX boards of both kinds
 
 
 _GPU = {"nic_gb_s": 45.0, "start_us": 20.0, "hop_us": 8.4, "host_us": 10.0, "overlap_slowdown": 1.1, "element_bytes": 2}
@@ -182,7 +184,11 @@ class CostModel:
 
     def merge_us(self, loads: StepLoads) -> Float64Array:
         """float64 [R]: read and write of the fp32 accumulator of every local query, once per remote step."""
-        num_bytes = loads.local_tokens * (2.0 * self.num_heads_q * self.head_dim * _ACCUMULATOR_BYTES)
+        return self.query_merge_us(loads.local_tokens)
+
+    def query_merge_us(self, num_queries: Int64Array) -> Float64Array:
+        """float64, shape of num_queries: the same for any number of queries."""
+        num_bytes = num_queries * (2.0 * self.num_heads_q * self.head_dim * _ACCUMULATOR_BYTES)
         return np.asarray(num_bytes / (self.machine.memory_gb_s * 1e3) * self.calc_factor)
 
     def step_times_us(self, loads: StepLoads, *, is_backward: bool) -> Float64Array:

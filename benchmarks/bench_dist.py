@@ -142,7 +142,7 @@ class LocalCall:
         self.result = self.forward()
 
     def forward(self) -> Result:
-        return self._method.forward(*(self._local[name] for name in ("q", "k", "v")))
+        return self._method.forward(self._local["q"], self._local["k"], self._local["v"])
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
         return self._method.backward(self.result, self._local["dout"])

@@ -48,7 +48,7 @@ class AllGather:
         self.query_rows, self.key_rows = shards.tokens(queries), shards.tokens(keys[group.rank])
         self._share = max(shards.num_rows(runs) for runs in keys)  # collectives of equal shares; at most two rows of it are padding
         self._local: WorkList | None = None
-        gathered = range(group.size)
+        gathered = list(range(group.size))
         placed_q, num_q = shards.placed(queries), len(self.query_rows)
         if self._has_overlap and not group.is_single:
             gathered = [rank for rank in gathered if rank != group.rank]
@@ -97,16 +97,17 @@ class _Gather:
     """k and v of all ranks on their way, [ranks * share, Hkv, D] each."""
 
     def __init__(self, group: CommGroup, k: Tensor, v: Tensor, share: int) -> None:
-        self._whole = [k, v]
+        self._whole = (k, v)
         self._works: list[dist.Work] = []
         if group.is_single:
             return
         self._sent = [_filled_up(x, share) for x in (k, v)]
-        self._whole = [x.new_empty((share * group.size, *x.shape[1:])) for x in (k, v)]
+        whole_k, whole_v = (x.new_empty((share * group.size, *x.shape[1:])) for x in (k, v))
+        self._whole = (whole_k, whole_v)
         for whole, sent in zip(self._whole, self._sent, strict=True):
             self._works.append(_all_gather(whole, sent, group=group.flat, async_op=True))
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> tuple[Tensor, Tensor]:
         for work in self._works:
             work.wait()
         return self._whole

@@ -54,7 +54,8 @@ class SingleRank:
         self._heads = {"out": of_queries, "dq": of_queries, "dk": of_keys, "dv": of_keys}
         leaves = [whole[name][:, heads].detach().requires_grad_() for name, heads in (("q", of_queries), ("k", of_keys), ("v", of_keys))]
         scale, backend = options.softmax_scale, options.backend
-        out, _, _ = single_device_attention(*leaves, mask.slices, softmax_scale=scale, softcap=options.softcap, backend=backend)
+        q, k, v = leaves
+        out, _, _ = single_device_attention(q, k, v, mask.slices, softmax_scale=scale, softcap=options.softcap, backend=backend)
         grads = torch.autograd.grad(out, leaves, whole["dout"][:, of_queries])
         self._values = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
 

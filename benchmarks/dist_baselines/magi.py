@@ -37,7 +37,8 @@ class Magi:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Result:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         options = self._options
-        out, found = calc_attn(*leaves, self.key, softmax_scale=options.softmax_scale, softcap=options.softcap)
+        leaf_q, leaf_k, leaf_v = leaves
+        out, found = calc_attn(leaf_q, leaf_k, leaf_v, self.key, softmax_scale=options.softmax_scale, softcap=options.softcap)
         return Result(out, found.lse, leaves)
 
     def backward(self, result: Result, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,6 @@ rank adding its share, until they are home.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,8 @@ from magi_attention.kernels.attention import (
 )
 from magi_attention.mask import AttnMask
 
+Pair = tuple[Tensor, Tensor]  # of keys and of values
+
 _KEYS, _GRADS = 0, 2  # tags: two tensors each, so that gloo never mistakes one for the other
 
 
@@ -48,7 +49,7 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Result:
         is_alone = len(self._steps) == 1
-        held, out, lse = [k, v], None, None
+        held, out, lse = (k, v), None, None
         for step, work in enumerate(self._steps):
             hop = self._hop_of_keys(step + 1, held)
             if out is None or lse is None:
@@ -67,7 +68,7 @@ class Ring:
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         rows = Rows(q, dout, lse, torch.empty_like(lse), out)
         sum_dtype = q.dtype if len(self._steps) == 1 else compute_dtype(q.dtype)
-        held, sums = [k, v], list[Tensor]()
+        held = (k, v)
         following: _Hop | None = None  # dk and dv of the keys that this step holds, from the rank before
         for step, work in enumerate(self._steps):
             hop = self._hop_of_keys(step + 1, held)
@@ -77,11 +78,11 @@ class Ring:
                 rows = dataclasses.replace(rows, out=None)  # delta is known from here on
             if following is None:
                 assert own is not None
-                sums = list(own)
+                sums = own
             else:
                 sums = following.wait()
                 if own is not None:
-                    torch._foreach_add_(sums, list(own))
+                    torch._foreach_add_(sums, own)
             if hop is not None:
                 held = hop.wait()
             if len(self._steps) > 1:  # the keys of the next step, or after the last one our own
@@ -91,7 +92,7 @@ class Ring:
         dk, dv = (x.to(k.dtype) for x in sums)
         return dq.to(q.dtype), dk, dv
 
-    def _hop_of_keys(self, step: int, held: Sequence[Tensor]) -> _Hop | None:
+    def _hop_of_keys(self, step: int, held: Pair) -> _Hop | None:
         """Starts the hop that brings the keys of `step`."""
         return _Hop(self._group, held, self._num_keys[step], _KEYS) if step < len(self._steps) else None
 
@@ -99,8 +100,8 @@ class Ring:
 class _Hop:
     """Tensors on their way to the next rank, those of the rank before arriving. Whoever has no rows to send or get leaves that out."""
 
-    def __init__(self, group: CommGroup, sent: Sequence[Tensor], num_rows: int, first_tag: int) -> None:
-        self._sent = tuple(x.contiguous() for x in sent)  # alive until they have left
+    def __init__(self, group: CommGroup, sent: Pair, num_rows: int, first_tag: int) -> None:
+        self._sent = [x.contiguous() for x in sent]  # alive until they have left
         self._arriving = [x.new_empty((num_rows, *x.shape[1:])) for x in sent]
         after, before = (group.members[(group.rank + turn) % group.size] for turn in (1, -1))
         ends = [(dist.isend, x, after, tag) for tag, x in enumerate(self._sent, first_tag)]
@@ -108,9 +109,10 @@ class _Hop:
         batch = [dist.P2POp(start, x, peer, group.flat, tag) for start, x, peer, tag in ends if x.numel()]
         self._works = dist.batch_isend_irecv(batch) if batch else []
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> Pair:
         """What arrived; over NCCL this orders streams and the host goes on."""
         for work in self._works:
             work.wait()
-        self._sent = ()
-        return self._arriving
+        self._sent = []
+        first, second = self._arriving
+        return first, second

@@ -117,14 +117,15 @@ class Problem:
         return flops(1, self.cell.num_heads_q, self.cell.head_dim, op) * area / ms / 1e9 if ms else 0.0
 
 
-def draw(cell: Cell, group: CommGroup, device: torch.device, options: AttentionOptions) -> Problem:
+def draw(cell: Cell, timer: InStepTimer, options: AttentionOptions) -> Problem:
     """Random normal tensors, the same on every rank of one kind of device, and the single-rank result."""
+    group, device = timer.group, timer.device
     generator = torch.Generator(device).manual_seed(0)
     heads, mask = Heads(cell.num_heads_q, cell.num_heads_kv, cell.head_dim), cell.layout().mask()
     kind = {"generator": generator, "device": device, "dtype": getattr(torch, cell.dtype)}
     whole = {name: torch.randn((cell.tokens, *shape), **kind) for name, shape in heads.shapes.items()}
     reference = SingleRank(mask, whole, cell.num_heads_kv - 1, options)
-    return Problem(cell, mask, group, options, whole, InStepTimer(group, device), reference)
+    return Problem(cell, mask, group, options, whole, timer, reference)
 
 
 # ---- one method in one cell ----
@@ -233,6 +234,7 @@ def run_on_rank(rank: int, num_ranks: int, args: argparse.Namespace) -> list[Row
             if args.csv is not None:
                 append_rows(args.csv, found, facts)
 
+    timer = InStepTimer(group, device, args.target_ms)
     grid = cells(args.masks, args.sizes, args.heads, (args.head_dim,), (args.dtype,))
     for idx, cell in enumerate(grid):
         if over_ranks([float(time.monotonic() > deadline)], group, device)[0]:
@@ -240,7 +242,7 @@ def run_on_rank(rank: int, num_ranks: int, args: argparse.Namespace) -> list[Row
                 print(f"left out for --budget-seconds {args.budget_seconds:g}:", *map(str, grid[idx:]), sep="\n  ", flush=True)
             break
         heads = Heads(cell.num_heads_q, cell.num_heads_kv, cell.head_dim)
-        problem = draw(cell, group, device, options_for(heads, args.kernel_backend, args.sm_margin))
+        problem = draw(cell, timer, options_for(heads, args.kernel_backend, args.sm_margin))
         keep(measure_kernel(problem, args.passes))
         for name in args.methods:
             keep(measure(problem, name, METHODS[name], args.passes))
@@ -311,6 +313,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--passes", type=_listed(str), default=PASSES, help="fwd,bwd")
     add("--kernel-backend", default="auto", help="auto, ffa or blocked, of every method")
     add("--sm-margin", type=int, default=0, help="multiprocessors the kernels of all methods but magi leave to NCCL")
+    add("--target-ms", type=float, default=300.0, help="calls of one measurement fill about so much time, 5 to 100 of them")
     add("--budget-seconds", type=float, default=float("inf"), help="start no cell after that; says what it left out")
     add("--csv", type=Path, help="append every row to this file as it is measured")
     add("--commit", help="of the measured tree, when it is a copy without .git")

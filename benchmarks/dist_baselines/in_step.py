@@ -39,8 +39,8 @@ class InStepTimer:
     """On CUDA, events around each call; before it a buffer larger than the L2 is written, the GPU spins until the host has queued the
     call, and a collective of one number holds the ranks together. Elsewhere the wall clock after a barrier."""
 
-    def __init__(self, group: CommGroup, device: torch.device, target_ms: float = 300.0) -> None:
-        self._group, self._device, self._target_ms = group, device, target_ms
+    def __init__(self, group: CommGroup, device: torch.device, target_ms: float) -> None:
+        self.group, self.device, self._target_ms = group, device, target_ms
         if device.type == "cuda":
             self._flushed = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
             self._token = torch.zeros(1, device=device)
@@ -48,10 +48,10 @@ class InStepTimer:
     def __call__(self, work: Work) -> Times:
         """Medians of 5 to 100 calls, as many on every rank; the first two are not counted. Collective."""
         work()
-        call_ms, host_s = over_ranks(self._probe(work), self._group, self._device)
+        call_ms, host_s = over_ranks(self._probe(work), self.group, self.device)
         repeats = repeats_for(call_ms, self._target_ms)
-        times_ms = self._on_device(work, repeats, host_s) if self._device.type == "cuda" else self._on_host(work, repeats)
-        return Times(summarise(times_ms), summarise(over_ranks(times_ms, self._group, self._device)))
+        times_ms = self._on_device(work, repeats, host_s) if self.device.type == "cuda" else self._on_host(work, repeats)
+        return Times(summarise(times_ms), summarise(over_ranks(times_ms, self.group, self.device)))
 
     def _probe(self, work: Work) -> tuple[float, float]:
         """(milliseconds until a call is done, seconds until the host has queued it)."""
@@ -78,8 +78,8 @@ class InStepTimer:
         for idx in range(repeats):
             self._flushed.fill_(idx)
             torch.cuda._sleep(wait_cycles)
-            if not self._group.is_single:
-                dist.all_reduce(self._token, group=self._group.flat)
+            if not self.group.is_single:
+                dist.all_reduce(self._token, group=self.group.flat)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             work()
@@ -89,9 +89,9 @@ class InStepTimer:
         return [start.elapsed_time(end) for start, end in pairs]
 
     def _meet(self) -> None:
-        if not self._group.is_single:
-            dist.barrier(group=self._group.flat)
+        if not self.group.is_single:
+            dist.barrier(group=self.group.flat)
 
     def _wait_for_device(self) -> None:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import bench_dist
 from benchmarks.dist_baselines import METHODS, Heads, LocalAttention, Result, Ring, options_for, ring, shards
+from benchmarks.dist_baselines.in_step import InStepTimer
 from benchmarks.ffa_cells import Cell
 from magi_attention.comm import SINGLE, comm_group
 from magi_attention.errors import InputError
@@ -219,13 +220,13 @@ def test_a_hop_is_in_flight_during_each_kernel_but_the_last(rank_pool: RankPool)
 
 # ---- the benchmark ----
 
-SMALL = ["--sizes", "96", "--heads", "4/2", "--head-dim", "16"]
+SMALL = ["--sizes", "96", "--heads", "4/2", "--head-dim", "16", "--target-ms", "5"]
 
 
 def drawn(**changes: Any) -> bench_dist.Problem:
     cell = dataclasses.replace(Cell("causal", 48, 4, 2, 16, "float32"), **changes)
     heads = Heads(cell.num_heads_q, cell.num_heads_kv, cell.head_dim)
-    return bench_dist.draw(cell, SINGLE, torch.device("cpu"), options_for(heads))
+    return bench_dist.draw(cell, InStepTimer(SINGLE, torch.device("cpu"), 5.0), options_for(heads))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
@@ -294,7 +295,7 @@ def test_the_command_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[s
 
 def test_refusals_and_the_budget(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.csv"
-    few = ["--ranks", "2", "--masks", "full", "--heads", "3/3", "--sizes", "64", "--head-dim", "16", "--passes", "fwd"]
+    few = ["--ranks", "2", "--masks", "full", "--heads", "3/3", "--sizes", "64", "--head-dim", "16", "--passes", "fwd", "--target-ms", "5"]
     assert bench_dist.main([*few, "--methods", "ulysses,ring", "--csv", str(path)]) == 0
     with path.open(newline="") as file:
         status = {row["method"]: (row["status"], row["note"]) for row in csv.DictReader(file)}

@@ -3,6 +3,8 @@
 python -m magi_attention.plan --docs lengths.txt --ranks 64 --heads 64:8 --head-dim 128 --plot plan.png
 python -m magi_attention.plan --cu-seqlens 0,70000,131072 --window 4095,0 --ranks 8
 python -m magi_attention.plan --mask mask.json --ranks 1024 --nodes 128 --json
+python -m magi_attention.plan --docs lengths.txt --ranks 64 --simulate --plot timeline.png
+python -m magi_attention.plan --family documents --sweep-ranks 1,8,64,1024 --machine h200-nvlink --plot sweep.png
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,9 @@ from magi_attention.mask.slices import AttnMask
 from magi_attention.plan.build import PlanRequest
 from magi_attention.plan.cost import DEFAULT_MACHINE, MACHINES
 from magi_attention.plan.plot import plot_summary
+from magi_attention.plan.simulate_command import add_arguments, numbers_of_ranks, run_calibration, run_simulation, run_sweep
+from magi_attention.plan.simulate_report import nodes_of
+from magi_attention.plan.simulate_sweep import FAMILIES, family_mask
 from magi_attention.plan.summary import DirectionSummary, PlanSummary, summarize
 
 MAX_RANKS = 4_096
@@ -47,14 +53,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m magi_attention.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--docs", type=Path, metavar="FILE", help="document lengths in tokens, separated by blanks, commas or lines")
     source.add_argument("--cu-seqlens", metavar="0,A,B,..", help="document borders, or a file with them")
     source.add_argument("--mask", type=Path, metavar="FILE", help="a mask as AttnMask.to_json writes it")
+    source.add_argument("--family", choices=list(FAMILIES), help="a mask of --tokens-per-gpu tokens for each rank")
     parser.add_argument("--full", action="store_true", help="documents attend to all of themselves (default: causal)")
     parser.add_argument("--window", metavar="LEFT,RIGHT", help="keys left and right of each query; -1 is unbounded")
-    parser.add_argument("--ranks", type=int, required=True, help=f"context-parallel ranks, 1..{MAX_RANKS}")
-    parser.add_argument("--nodes", type=int, default=1, help="machines the ranks are spread over (default 1)")
+    parser.add_argument("--ranks", type=int, help=f"context-parallel ranks, 1..{MAX_RANKS}")
+    parser.add_argument("--nodes", type=int, help="machines the ranks are spread over (default 1; --simulate: as many as they fill)")
     parser.add_argument("--heads", default="64:8", metavar="Q:KV", help="query and key heads (default 64:8)")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--machine", default=DEFAULT_MACHINE, choices=list(MACHINES), help="whose rates predict the times")
@@ -63,7 +70,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--degree", type=int, help="remote steps (default: chosen by the cost model)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="save a picture of the plan")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    return parser.parse_args(_joined_window(sys.argv[1:] if argv is None else argv))
+    add_arguments(parser)
+    args = parser.parse_args(_joined_window(sys.argv[1:] if argv is None else argv))
+    sources = (args.docs, args.cu_seqlens, args.mask, args.family)
+    if args.calibrate is None and all(given is None for given in sources):
+        parser.error("one of the arguments --docs --cu-seqlens --mask --family is required")
+    if args.calibrate is None and args.sweep_ranks is None and args.ranks is None:
+        parser.error("the following arguments are required: --ranks")
+    return args
 
 
 def _joined_window(argv: list[str]) -> list[str]:
@@ -93,6 +107,10 @@ def _read_text(name: str, path: Path, wanted: str = "a text file") -> str:
 
 def read_mask(args: argparse.Namespace) -> AttnMask:
     """The mask that the arguments describe."""
+    if args.family is not None:
+        if args.full or args.window:
+            raise InputError("--full and --window describe documents; --family already says who sees whom: leave them out")
+        return family_mask(args.family, args.ranks * args.tokens_per_gpu)
     if args.mask is not None:
         if args.full or args.window:
             raise InputError("--full and --window describe documents; a --mask file already says who sees whom: leave them out")
@@ -115,12 +133,8 @@ def read_mask(args: argparse.Namespace) -> AttnMask:
     return from_cu_seqlens(cu_seqlens, cu_seqlens, causal=not args.full, window_size=window)
 
 
-def plan(args: argparse.Namespace, mask: AttnMask) -> PlanSummary:
-    """Plans for all ranks, without any rank's transfers."""
-    if not 1 <= args.ranks <= MAX_RANKS:
-        raise InputError(f"--ranks={args.ranks} must be in 1..{MAX_RANKS}")
-    if args.nodes < 1 or args.ranks % args.nodes:
-        raise InputError(f"--nodes={args.nodes} must divide --ranks={args.ranks} evenly")
+def read_settings(args: argparse.Namespace) -> tuple[cfg.DistAttnConfig, PlanRequest]:
+    """How to plan, for equal numbers of queries and keys on one node."""
     heads = _numbers("--heads", args.heads.replace(":", " "))
     if len(heads) != 2 or min(heads) < 1 or heads[0] % heads[1]:
         raise InputError(f"--heads={args.heads!r} must be query and key heads, the first a multiple of the second, e.g. 64:8")
@@ -128,15 +142,36 @@ def plan(args: argparse.Namespace, mask: AttnMask) -> PlanSummary:
         dispatch_config=cfg.DispatchConfig(alg=ALGORITHMS[args.alg], chunk_size=args.chunk_size),
         overlap_config=cfg.OverlapConfig(degree=args.degree),
     )
-    request = PlanRequest(
-        num_heads_q=heads[0],
-        num_heads_kv=heads[1],
-        head_dim=args.head_dim,
-        num_nodes=args.nodes,
-        machine=args.machine,
-        is_same_source=mask.total_q == mask.total_k,
-    )
-    return summarize(mask, args.ranks, config, request)
+    return config, PlanRequest(num_heads_q=heads[0], num_heads_kv=heads[1], head_dim=args.head_dim, machine=args.machine)
+
+
+def _check_ranks(args: argparse.Namespace) -> None:
+    if not 1 <= args.ranks <= MAX_RANKS:
+        raise InputError(f"--ranks={args.ranks} must be in 1..{MAX_RANKS}")
+    if args.nodes is not None and (args.nodes < 1 or args.ranks % args.nodes):
+        raise InputError(f"--nodes={args.nodes} must divide --ranks={args.ranks} evenly")
+
+
+def run_simulations(args: argparse.Namespace) -> int:
+    """--calibrate, --sweep-ranks or --simulate. Returns the exit code."""
+    config, request = read_settings(args)
+    if args.calibrate is not None:
+        if args.simulate or args.sweep_ranks is not None or args.plot is not None:
+            raise InputError(
+                "--calibrate takes masks and ranks from its file and draws nothing: leave out --simulate, --sweep-ranks, --plot"
+            )
+        return run_calibration(args, _read_text("--calibrate", args.calibrate, "a CSV file"), MAX_RANKS, config, request)
+    if not 1 <= args.tokens_per_gpu < 1 << 30:
+        raise InputError(f"--tokens-per-gpu={args.tokens_per_gpu} must be in 1..{(1 << 30) - 1}")
+    if args.sweep_ranks is not None:
+        if args.family is None or args.ranks is not None or args.nodes is not None:
+            raise InputError("--sweep-ranks needs --family and decides ranks and nodes itself: leave out --ranks and --nodes")
+        return run_sweep(args, numbers_of_ranks(args.sweep_ranks, MAX_RANKS), config, request)
+    _check_ranks(args)
+    mask = read_mask(args)
+    num_nodes = nodes_of(args.machine, args.ranks) if args.nodes is None else args.nodes
+    request = replace(request, num_nodes=num_nodes, is_same_source=mask.total_q == mask.total_k)
+    return run_simulation(args, mask, config, request)
 
 
 def _spread(values: Any) -> dict[str, float]:
@@ -209,28 +244,38 @@ def _text(spread: dict[str, float]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 when the arguments do not describe a plan."""
+    """Returns the exit code: 0, 2 when the arguments do not describe a plan, 1 when --calibrate finds a prediction too far off."""
     args = parse_args(argv)
     try:
-        mask = read_mask(args)
-        start = time.perf_counter()
-        summary = plan(args, mask)
-        values = as_json(mask, summary, 1e3 * (time.perf_counter() - start))
-        if args.plot is not None:
-            plot_summary(summary, args.plot)
+        is_simulated = args.simulate or args.sweep_ranks is not None or args.calibrate is not None
+        code = run_simulations(args) if is_simulated else run_plan(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader (head, less) has seen enough; nothing more may be flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (InputError, UnsupportedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    try:
-        if args.json:
-            print(json.dumps(values, indent=1))
-        else:
-            print_text(values)
-            if args.plot is not None:
-                print(f"picture   {args.plot}")
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has seen enough; nothing more may be flushed at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """The summary of one plan."""
+    config, request = read_settings(args)
+    _check_ranks(args)
+    mask = read_mask(args)
+    request = replace(request, num_nodes=1 if args.nodes is None else args.nodes, is_same_source=mask.total_q == mask.total_k)
+    start = time.perf_counter()
+    summary = summarize(mask, args.ranks, config, request)
+    values = as_json(mask, summary, 1e3 * (time.perf_counter() - start))
+    if args.plot is not None:
+        plot_summary(summary, args.plot)
+    if args.json:
+        print(json.dumps(values, indent=1))
+    else:
+        print_text(values)
+        if args.plot is not None:
+            print(f"picture   {args.plot}")
     return 0
 
 

@@ -19,10 +19,16 @@ if TYPE_CHECKING:
     from magi_attention.plan.summary import PlanSummary
 
 _MAX_LABELLED_RANKS = 16
-_DPI = 130
+DOTS_PER_INCH = 130
 
 
-def _figure(path: str | Path, width: float, height: float) -> Figure:
+def start_figure(path: str | Path, width: float, height: float) -> Figure:
+    """An empty figure, sizes in inches, that can be saved under `path`.
+
+    Raises:
+        InputError: a name whose ending is no picture's.
+        UnsupportedError: matplotlib is missing.
+    """
     # Built without pyplot: no global state, no display, safe in any thread.
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -94,22 +100,22 @@ def draw_work(axes: Axes, areas: dict[str, Int64Array]) -> None:
 
 def plot_owners(dispatch: DispatchPlan, path: str | Path, title: str = "owner of each token") -> None:
     """Saves who owns which tokens (PNG, SVG or PDF by the name's ending)."""
-    figure = _figure(path, 9, _owners_height(dispatch.cp_size))
+    figure = start_figure(path, 9, _owners_height(dispatch.cp_size))
     draw_owners(figure.add_subplot(), dispatch, title)
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
 def plot_areas(areas: dict[str, Int64Array], path: str | Path) -> None:
     """Saves visible pairs per rank for several assignments, by name: int64 [R] each."""
-    figure = _figure(path, 9, 4)
+    figure = start_figure(path, 9, 4)
     draw_work(figure.add_subplot(), areas)
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
 def plot_traffic(rows: Int64Array, path: str | Path) -> None:
     """Saves the traffic matrix: rows int64 [R, R], rows[sender, receiver] key rows sent in one forward."""
     num_ranks = rows.shape[0]
-    figure = _figure(path, 6.2, 5.2)
+    figure = start_figure(path, 6.2, 5.2)
     axes = figure.add_subplot()
     image = axes.imshow(rows, cmap="viridis")
     if num_ranks <= _MAX_LABELLED_RANKS:
@@ -123,14 +129,14 @@ def plot_traffic(rows: Int64Array, path: str | Path) -> None:
     axes.set_ylabel("sending rank")
     axes.set_title(f"key rows sent in one forward: {int(rows.sum()):,}")
     figure.colorbar(image, label="rows", format="{x:,.0f}")
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
 def plot_summary(summary: PlanSummary, path: str | Path) -> None:
     """Saves one picture of a plan: owners, work, rows in and out, predicted times per rank."""
     num_ranks = summary.dispatch_q.cp_size
     height = _owners_height(num_ranks)
-    figure = _figure(path, 10, height + 9)
+    figure = start_figure(path, 10, height + 9)
     axes = figure.subplots(4, 1, height_ratios=[height, 3, 3, 3])
     draw_owners(axes[0], summary.dispatch_q, "owner of each query token")
     draw_work(axes[1], {"visible pairs": summary.rank_areas})
@@ -138,4 +144,4 @@ def plot_summary(summary: PlanSummary, path: str | Path) -> None:
     draw_per_rank(axes[2], rows, "rows", "key rows per rank in one forward")
     times = {"forward": summary.forward.rank_times_us / 1e3, "backward": summary.backward.rank_times_us / 1e3}
     draw_per_rank(axes[3], times, "ms", f"predicted time of one layer on {summary.machine}")
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DOTS_PER_INCH)

@@ -226,6 +226,8 @@ def run_on_rank(rank: int, num_ranks: int, args: argparse.Namespace) -> list[Row
     device = torch.device("cuda", torch.cuda.current_device()) if args.is_cuda else torch.device("cpu")
     facts = stamp(device.type) | ({"commit": args.commit} if args.commit else {})
     deadline, rows = time.monotonic() + args.budget_seconds, list[Row]()
+    if rank == 0:  # more ranks than GPUs run without them, which the reader should know
+        print(f"{num_ranks} ranks, {dist.get_backend()}, {facts['machine']}, commit {facts['commit']}", flush=True)
 
     def keep(found: list[Row]) -> None:
         rows.extend(found)

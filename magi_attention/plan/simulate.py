@@ -104,7 +104,8 @@ class _Run:
         self.node_size = ranks // traffic.num_nodes
         self.links = Links(ranks)
         self.hop_us = cost.machine.hop_us * cost.comm_factor
-        self.work = traffic.areas * cost.pair_us(self.is_backward) + cost.machine.host_us * cost.calc_factor
+        attention = traffic.areas * cost.pair_us(self.is_backward) + cost.machine.host_us * cost.calc_factor
+        self.work = np.asarray(attention, np.float64)
         self.work[1:] += cost.query_merge_us(traffic.tokens)
         self.ready, self.begun, self.ended = (np.full((steps + 1, ranks), np.nan) for _ in range(3))
         self.spans = {kind: np.full((steps, ranks, 2), np.nan) for kind in (CAST, REDUCE)}
@@ -311,9 +312,11 @@ class _Run:
         rows = self.traffic.node_rows[exchange, :, node].reshape(-1, self.node_size)  # [owner's node, index]
         own = np.flatnonzero(rows.any(axis=0))
         relays = node * self.node_size + own
-        left, out_end = self.links.nic_out.serve(relays, time, rows[:, own].sum(axis=0) * row_bytes, nic)
+        sent_bytes = np.asarray(rows[:, own].sum(axis=0) * row_bytes, np.float64)
+        left, out_end = self.links.nic_out.serve(relays, time, sent_bytes, nic)
         nodes, idx = np.nonzero(rows[:, own])
         owners = nodes * self.node_size + own[idx]
-        in_end = self.links.nic_in.serve(owners, left[idx], rows[nodes, own[idx]] * row_bytes, nic)[1]
+        owner_bytes = np.asarray(rows[nodes, own[idx]] * row_bytes, np.float64)
+        in_end = self.links.nic_in.serve(owners, left[idx], owner_bytes, nic)[1]
         self.end[relays] = np.maximum(self.end[relays], out_end)
         self.end[owners] = np.maximum(self.end[owners], np.maximum(in_end, out_end[idx]) + self.hop_us)

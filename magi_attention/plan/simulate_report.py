@@ -189,11 +189,8 @@ def print_text(values: dict[str, Any]) -> None:
         movers = ", ".join(sorted({*part["cast_movers"], *part["reduce_movers"]})) or "nothing to move"
         print(f"{name:9s} {part['time_us'] / 1e3:,.3f} ms, {part['tflops_per_gpu']:,.0f} TFLOP/s per GPU, ", end="")
         print(f"1 local + {part['remote_steps']} remote steps ({movers})")
-        print(
-            f"          exposed {part['exposed_us'] / 1e3:,.3f} ms: waiting for peers {parts['peers'] / 1e3:,.3f}, for links {parts['links'] / 1e3:,.3f}, ",
-            end="",
-        )
-        print(f"slowed {parts['slowed'] / 1e3:,.3f}, tail {parts['tail'] / 1e3:,.3f}")
+        print(f"          exposed {part['exposed_us'] / 1e3:,.3f} ms: waiting for peers {parts['peers'] / 1e3:,.3f}, ", end="")
+        print(f"for links {parts['links'] / 1e3:,.3f}, slowed {parts['slowed'] / 1e3:,.3f}, tail {parts['tail'] / 1e3:,.3f}")
         print(f"          NVLink {part['nvlink_bytes'] / 2**20:,.1f} MiB, busiest port {part['nvlink_busiest_us'] / 1e3:,.3f} ms; ", end="")
         print(f"network {part['nic_bytes'] / 2**20:,.1f} MiB, busiest port {part['nic_busiest_us'] / 1e3:,.3f} ms")
         print(f"          slowest is rank {part['slowest_rank']}: {part['reason']}")

@@ -45,12 +45,12 @@ def family_mask(family: str, total: int) -> AttnMask:
     """The family's mask of so many tokens.
 
     Raises:
-        InputError: no such family, no tokens.
+        InputError: no such family; no tokens, or more than token ids can name.
     """
     if family not in FAMILIES:
         raise InputError(f"mask family {family!r} must be one of {', '.join(FAMILIES)}")
-    if total < 1:
-        raise InputError(f"tokens={total} must be at least 1")
+    if not 1 <= total < 1 << 30:
+        raise InputError(f"tokens={total} must be in 1..{(1 << 30) - 1}: token ids have 32 bits")
     return FAMILIES[family](total)
 
 

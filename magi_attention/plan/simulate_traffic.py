@@ -9,7 +9,7 @@ import numpy as np
 
 from magi_attention import _native
 from magi_attention.plan.step_choice import PlanProblem, StepChoice
-from magi_attention.plan.types import Int64Array
+from magi_attention.plan.types import Int32Array, Int64Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +19,14 @@ class Traffic:
     Attributes:
         areas: int64 [S + 1, R], visible pairs of each step, local step first.
         tokens: int64 [R], query rows.
-        rows: int64 [S, R, R], rows[step, owner, receiver] of the cast; the reduce moves the same rows the other way.
+        rows: int32 [S, R, R], rows[step, owner, receiver] of the cast; the reduce moves the same rows the other way.
         node_rows: int64 [S, R, N], rows that owner sends through the network to each node, once per node; all 0 on one node.
         runs: int64 [S, R], contiguous ranges that each owner sends in a step, all receivers together.
     """
 
     areas: Int64Array
     tokens: Int64Array
-    rows: Int64Array
+    rows: Int32Array
     node_rows: Int64Array
     runs: Int64Array
 
@@ -40,7 +40,7 @@ class Traffic:
 
     @property
     def num_nodes(self) -> int:
-        return self.node_rows.shape[2]
+        return int(self.node_rows.shape[2])
 
 
 def read_traffic(
@@ -54,7 +54,7 @@ def read_traffic(
         is_backward: which direction's costs cut the steps (greedy splits differ).
     """
     num_ranks, num_nodes, num_steps = problem.cp_size, problem.num_nodes, choice.degree
-    rows = np.zeros((num_steps, num_ranks, num_ranks), np.int64)
+    rows = np.zeros((num_steps, num_ranks, num_ranks), np.int32)
     node_rows = np.zeros((num_steps, num_ranks, num_nodes), np.int64)
     runs = np.zeros((num_steps, num_ranks), np.int64)
     inputs = problem.solver_inputs([choice.wanted_degree], is_backward=is_backward)

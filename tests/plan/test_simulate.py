@@ -125,6 +125,21 @@ def test_two_nodes_by_hand() -> None:
     assert run(work, replace(PLAIN, is_pipelined=False), is_backward=True).end_us[0] == pytest.approx(34 + 6 + 60)
 
 
+def test_network_adds_a_hop_per_leg_and_relays_may_start_early() -> None:
+    """3 rows cross from 0 to 30 and a hop of 5; the relay passes them on from 5 (pipelined) or from 35, 1 us a row, and another hop."""
+    work = traffic_of([[1] * 4, [1] * 4], [[[0, 0, 3, 3], [0] * 4, [0] * 4, [0] * 4]], [[[0, 3], [0, 0], [0, 0], [0, 0]]])
+    cost = replace(COST, machine=replace(ROUND, hop_us=5.0))
+    np.testing.assert_allclose(run(work, replace(PLAIN, is_pipelined=False), cost).arrival_us, [[0, 0, 35, 43]])
+    np.testing.assert_allclose(run(work, PLAIN, cost).arrival_us, [[0, 0, 35, 40]])
+
+
+def test_launch_and_merge_are_part_of_each_step() -> None:
+    """7 us per launch; out of 100 queries is read and written in fp32: 100 * 2 * 2 * 16 * 4 bytes at 25.6 GB/s are 1 us."""
+    cost = replace(COST, machine=replace(ROUND, host_us=7.0, memory_gb_s=25.6))
+    work = replace(traffic_of([[10], [20]], [[[0]]]), tokens=np.array([100]))
+    np.testing.assert_allclose(run(work, PLAIN, cost).attention_end_us, [[17], [17 + 28]])
+
+
 def test_slowed_work() -> None:
     assert slowed_end(5.0, 10.0, []) == 15.0
     assert slowed_end(0.0, 10.0, [(2.0, 6.0, 2.0)]) == pytest.approx(12.0)

@@ -14,7 +14,7 @@ from magi_attention.plan.simulate_report import SimulatedDirection, SimulatedLay
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = {"attention": "#4878cf", "cast": "#6acc65", "reduce": "#d65f5f", "waiting": "#d9d9d9"}
+_COLOURS = {"attention": "#6f97e0", "cast": "#6acc65", "reduce": "#d65f5f", "waiting": "#d9d9d9"}
 _MIN_LABEL_SHARE = 0.02  # of the axis: narrower bars have no room for a number
 
 
@@ -45,6 +45,9 @@ def _draw_rank(axes: Axes, direction: SimulatedDirection, rank: int) -> None:
     rows.append(("reduce", timeline.reduce_us[:, rank, 0], timeline.reduce_us[:, rank, 1], 1))
     waits = [(ready / 1e3, (begin - ready) / 1e3) for ready, begin in zip(timeline.ready_us[:, rank], rows[0][1], strict=True)]
     axes.broken_barh(waits, (-0.4, 0.8), facecolors=_COLOURS["waiting"])
+    if direction.reduces:
+        begin = timeline.attention_end_us[-1, rank] / 1e3
+        axes.broken_barh([(begin, timeline.end_us[rank] / 1e3 - begin)], (1.6, 0.8), facecolors=_COLOURS["waiting"])
     for y, (name, begins, ends, first_step) in enumerate(rows):
         for idx, (begin, end) in enumerate(zip(begins / 1e3, ends / 1e3, strict=True)):
             if not np.isfinite(begin):
@@ -55,7 +58,7 @@ def _draw_rank(axes: Axes, direction: SimulatedDirection, rank: int) -> None:
     for step in range(steps):
         axes.plot([timeline.arrival_us[step, rank] / 1e3], [1], marker="|", color="black", markersize=14)
     axes.axvline(timeline.end_us[rank] / 1e3, color="black", linewidth=0.8)
-    axes.set_yticks([0, 1, 2], ["attention (grey: waits)", "cast (|: rows are here)", "reduce"], fontsize=8)
+    axes.set_yticks([0, 1, 2], ["attention (grey: waits)", "cast (|: rows are here)", "reduce (grey: last ones on their way)"], fontsize=8)
     axes.set_ylim(2.6, -0.6)
     axes.set_xlim(0, total * 1.01)
 

@@ -84,6 +84,14 @@ def test_two_ranks_two_steps_backward_by_hand() -> None:
     np.testing.assert_allclose(found.end_us, [130, 130])
 
 
+def test_a_cast_goes_before_a_reduce_of_the_same_moment() -> None:
+    """Step 2 begins at 20 on both ranks: 4 rows of step 3 leave at 20-24, the gradients of step 1 (8 us) at 24-32."""
+    rows = [[0, 4], [4, 0]]
+    found = run(traffic_of([[10, 10]] * 4, [rows] * 3), is_backward=True)
+    np.testing.assert_allclose(found.cast_us[2], [[20, 24], [20, 24]])
+    np.testing.assert_allclose(found.reduce_us[0], [[20, 32], [20, 32]])
+
+
 def test_start_gate_margin_and_slowdown_by_hand() -> None:
     """A mover on half of the SMs doubles step 0 (the only one with a cast beside it); its start-up delays the rows by 3 us."""
     sm = Mover(name="sm", gb_s=0.064, start_us=3.0, num_sms=66)
@@ -235,6 +243,8 @@ def test_one_rank_is_compute_alone() -> None:
     assert layer.forward.timeline.time_us == pytest.approx(mask.area() * cost.pair_us(False) + 10.0), "pairs and one launch"
     assert layer.backward.timeline.time_us == pytest.approx(mask.area() * 2.5 * cost.pair_us(False) * 640 / 540 + 10.0)
     assert slowest_rank(layer.forward) == (0, "work alone")
+    long = simulate_layer(family_mask("full", 262_144), 1, DistAttnConfig(), REQUEST)
+    assert (long.forward.tflops_per_gpu, long.backward.tflops_per_gpu) == pytest.approx((640, 540), rel=1e-3), "the table's rates"
 
 
 def test_one_document_per_rank_moves_nothing() -> None:

@@ -66,7 +66,6 @@ def read_traffic(
             runs[step, rank] = len(sent)
             if num_nodes > 1:
                 node_rows[step, rank] = _rows_per_peer(found[f"{step + 1}_inter_send"].reshape(-1, 3), num_nodes)
-                node_rows[step, rank, rank // (num_ranks // num_nodes)] = 0  # its own node reads local rows
         on_rank(rank)
     return Traffic(
         areas=np.concatenate([choice.loads.local_areas[None], choice.loads.areas]),
